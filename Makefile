@@ -7,12 +7,14 @@ STAMP := $(VENV)/.installed
 LOCK := $(wildcard requirements.lock)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PYTEST := $(BIN)/python -m pytest
+# A machine with a GPU has torch in an environment of its own, and no network to fill .venv.
+HERE := $(or $(wildcard $(BIN)/python),$(PYTHON))
 
-.PHONY: install demo test long compat lint format clean help lock kernels sbom
+.PHONY: install demo test long compat lint format clean help lock kernels sbom gpu gpu-wheels
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP)  ## create the environment in .venv
 
@@ -21,8 +23,7 @@ demo: $(STAMP)  ## train a model from raw text while a node is killed (ARGS="--s
 
 test: $(STAMP)  ## run ruff, mypy and the tests: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations=15 -m "not long" tests/unit tests/k8s tests/security
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/unit tests/k8s tests/security tests/chaos tests/cluster
 
 long: $(STAMP)  ## run the tests of a minute or more that `make test` leaves out, and property tests with new examples
 	$(PYTEST) -m long tests
@@ -30,6 +31,12 @@ long: $(STAMP)  ## run the tests of a minute or more that `make test` leaves out
 
 compat: $(STAMP)  ## run the contract and elastic tests on each release of Ray that is known to work, in .compat
 	$(BIN)/python -m tests.compat
+
+gpu:  ## measure one GPU in ten minutes and print the table; at a tiny shape without a GPU (ARGS="--budget 300")
+	PYTHONPATH=platform:. $(HERE) -m tests.benchmarks.gpu $(ARGS)
+
+gpu-wheels:  ## download to .wheels what `make gpu` needs on a machine without network
+	PYTHONPATH=platform:. $(HERE) -m tests.benchmarks.gpu.wheels $(ARGS)
 
 lint: $(STAMP)  ## run ruff and mypy
 	$(BIN)/ruff check .

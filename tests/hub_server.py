@@ -30,6 +30,8 @@ class HubServer:
         self.requests: list[str] = []
         self.refusal: tuple[int, str] | None = None
         """Status and X-Error-Code of every answer; None serves the data sets."""
+        self.refusals: int | None = None
+        """Number of answers that are still refused; None for all."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -50,7 +52,8 @@ class HubServer:
 
     def answer(self, path: str) -> tuple[int, str, Any]:
         """Return the status, the X-Error-Code and the JSON value or bytes of an answer."""
-        if self.refusal:
+        if self.refusal and self.refusals != 0:
+            self.refusals = None if self.refusals is None else self.refusals - 1
             return *self.refusal, b""
         for pattern, give in ((_INFO, self._info), (_TREE, self._tree), (_FILE, self._file)):
             if match := pattern.match(path):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tidewheel.models import families as models
     from tidewheel.models.family import Cut, FeedForwardShape, Model
     from tidewheel.rewards.scoring.base import Failure, Reward, Sample, Scores
+    from tidewheel.rewards.scoring.process import RewardProcess
     from tidewheel.storage import Store
     from tidewheel.stores import Storage
     from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
@@ -64,6 +65,7 @@ _HOMES = {
     "Reader": "tidewheel.data.reader",
     "Failure": "tidewheel.rewards.scoring.base",
     "Reward": "tidewheel.rewards.scoring.base",
+    "RewardProcess": "tidewheel.rewards.scoring.process",
     "Sample": "tidewheel.rewards.scoring.base",
     "Scores": "tidewheel.rewards.scoring.base",
     "Storage": "tidewheel.stores",
@@ -102,10 +104,10 @@ _MODULES = {
 
 __all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "Failure", "FeedForwardShape",
            "FileHead", "FileMatch", "Filter", "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs",
-           "Pipeline", "Reader", "Record", "Reward", "Sample", "Schedule", "Scores", "SimilarityIndex", "Step",
-           "Storage", "Store", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts",
-           "Worker", "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "rewards", "schedules",
-           "trackers"]
+           "Pipeline", "Reader", "Record", "Reward", "RewardProcess", "Sample", "Schedule", "Scores", "SimilarityIndex",
+           "Step", "Storage", "Store", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
+           "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "rewards",
+           "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -57,7 +57,7 @@ def train(
     local: Annotated[bool, Parameter(negative="", help="Train in this process, without Ray: for debugging.")] = False,
     device: Annotated[str, Parameter(help="With --local: cpu, cuda or cuda:1; default: the first GPU, or else "
                                           "cpu.")] = "",
-    take_over: Annotated[bool, Parameter(negative="", help="Take the run over from a driver that still trains it. "
+    take_over: Annotated[bool, Parameter(negative="", help="Take over the run from a driver that still trains it. "
                                                            "What that driver writes afterwards is ignored.")] = False,
     dry_run: DryRun = False,
 ) -> int:
@@ -76,7 +76,7 @@ def train(
         raise ConfigError("torchrun has started the ranks, which train without Ray", where="--local, --address",
                           fix="leave them out, or start without torchrun")
     if device and not local and where is None:
-        raise ConfigError("a cluster's workers choose their devices themselves", where="--device",
+        raise ConfigError("on a cluster, workers choose their devices themselves", where="--device",
                           fix="add --local, or set elastic.gpus_per_worker")
     if where is not None:
         return _train_rank(settings, where, device, take_over=take_over, dry_run=dry_run)
@@ -101,10 +101,10 @@ def train(
         if local:
             from tidewheel.train.local_device import describe, local_device
 
-            chosen = local_device(device)
-            console.print(f"training on {describe(chosen)}", markup=False)
+            train_device = local_device(device)
+            console.print(f"training on {describe(train_device)}", markup=False)
             with stopping(ends_itself=True) as stop:
-                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop, device=chosen)
+                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop, device=train_device)
         else:
             from tidewheel.cluster.session import session
 
@@ -115,7 +115,7 @@ def train(
 
 
 def _train_rank(settings: TrainConfig, where: Place, device: str, *, take_over: bool, dry_run: bool) -> int:
-    """Train as one of torchrun's ranks, of which rank 0 alone prints; return the exit code."""
+    """Train as one of torchrun's ranks and return the exit code; only rank 0 prints."""
     if dry_run:
         from tidewheel.train.plan import plan
 
@@ -126,16 +126,16 @@ def _train_rank(settings: TrainConfig, where: Place, device: str, *, take_over: 
     from tidewheel.train.local_device import describe
     from tidewheel.train.progress import training_bar
 
-    chosen = device_of(where, device)
+    rank_device = device_of(where, device)
     with contextlib.ExitStack() as stack:
         on_progress = None
         if where.leads:
             on_progress = stack.enter_context(training_bar(settings.steps))
-            console.print(f"training on {where.world_size} rank(s) of torchrun; rank 0 on {describe(chosen)}",
+            console.print(f"training on {where.world_size} rank(s) of torchrun; rank 0 on {describe(rank_device)}",
                           markup=False)
         try:
             with stopping(ends_itself=True) as stop:
-                result = fit_ranks(settings, where, device=chosen, on_progress=on_progress, take_over=take_over,
+                result = fit_ranks(settings, where, device=rank_device, on_progress=on_progress, take_over=take_over,
                                    stop=stop)
         except Stopped as stopped:
             if where.leads:
@@ -167,10 +167,10 @@ def report(
     from tidewheel.report.run import write_run_report
     from tidewheel.storage import store
 
-    place = store(uri)
-    if place.exists("run.json"):
+    output = store(uri)
+    if output.exists("run.json"):
         print(write_run_report(uri, data))
-    elif place.exists("summary.json"):
+    elif output.exists("summary.json"):
         print(write_pipeline_report(uri))
     else:
         raise ConfigError("neither a run (run.json) nor a pipeline's output (summary.json)", where=uri,
@@ -238,7 +238,7 @@ def _named_sets(given: Sequence[str] | None) -> dict[str, str] | None:
     """
     if not given:
         return None
-    pairs = [each.partition("=")[::2] if "=" in each else ("", each) for each in given]
+    pairs = [text.partition("=")[::2] if "=" in text else ("", text) for text in given]
     named = dict(pairs)
     if len(named) < len(pairs) or ("" in named and len(pairs) > 1):
         raise ConfigError("each of several sets needs a name of its own", where="--data",
@@ -330,7 +330,7 @@ def run_command(tokens: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except cyclopts.CycloptsError as error:
         console.print(f"[red]error:[/] {error}", markup=True)
-        console.print("  fix: `tidewheel --help`, or --help behind a command, shows what there is", markup=False)
+        console.print("  fix: `tidewheel --help`, or --help after a command, lists commands and options", markup=False)
         return 2
     except BrokenPipeError:  # the reader of our output, such as `head`, has closed the pipe
         sys.stdout = None  # type: ignore[assignment]  # or Python would flush it at exit, and fail

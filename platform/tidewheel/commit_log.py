@@ -253,8 +253,8 @@ def taken_over(where: str, head: Record | None) -> OwnershipError:
                               fix="the folder was deleted during the run; start the run again")
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(head.since))
     return OwnershipError(f"the run was taken over by {head.holder} at {since} (epoch {head.epoch})", where=where,
-                          fix="nothing that this driver writes counts any more; look at the other driver, or start "
-                          "this one again after the other has ended")
+                          fix="everything that this driver writes is ignored; check the other driver, or start this "
+                          "one again after the other has ended")
 
 
 def _next(head: Record, kind: str, **changed: Any) -> Record:

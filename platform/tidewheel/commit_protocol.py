@@ -138,12 +138,12 @@ def _decide(number: int, data: bytes, writer: str) -> Protocol:
             yield Pause(attempt)
         names = [name for name in (yield List()) if name.startswith(prefix)]
         ballot = 1 + max((_ballot(name) for name in names), default=0)
-        mine = (ballot, writer)
+        own_ballot = (ballot, writer)
         yield Put(f"{prefix}{ballot:06d}-{writer}.announced", b"")
         names = [name for name in (yield List()) if name.startswith(prefix)]
-        if any(_owner(name) > mine for name in names):
+        if any(_owner(name) > own_ballot for name in names):
             continue
-        accepted = [name for name in names if name.endswith(".accepted") and _owner(name) < mine]
+        accepted = [name for name in names if name.endswith(".accepted") and _owner(name) < own_ballot]
         value = data
         if accepted:
             value = yield Get(max(accepted, key=_owner))
@@ -151,7 +151,7 @@ def _decide(number: int, data: bytes, writer: str) -> Protocol:
                 return
         yield Put(f"{prefix}{ballot:06d}-{writer}.accepted", value)
         names = [name for name in (yield List()) if name.startswith(prefix)]
-        if any(_owner(name) > mine for name in names):
+        if any(_owner(name) > own_ballot for name in names):
             continue
         yield Put(slot_name(number), value)  # decided: every writer of this slot writes these bytes
         return

@@ -92,16 +92,16 @@ class Bar:
     def _say(self, last: bool = False) -> None:
         self._shown = time.monotonic()
         total = f"/{_number(self.total)}" if self.total else ""
-        told = f"{self._shown - self._began:.1f} s" if last else self._left()
-        line = f"{self.title}: {_number(self.done)}{total} {self.unit}  {', '.join(filter(None, (self.note, told)))}"
+        timing = f"{self._shown - self._began:.1f} s" if last else self._left()
+        line = f"{self.title}: {_number(self.done)}{total} {self.unit}  {', '.join(filter(None, (self.note, timing)))}"
         console.print(line.rstrip(), markup=False)
 
     def _left(self) -> str:
         """Return the time left at the pace so far; "" while it is unknown."""
-        here = self.done - (self._before or 0)
-        if not self.total or here <= 0 or self.done >= self.total:
+        measured = self.done - (self._before or 0)
+        if not self.total or measured <= 0 or self.done >= self.total:
             return ""
-        return f"{duration((self._shown - self._pace_began) / here * (self.total - self.done))} left"
+        return f"{duration((self._shown - self._pace_began) / measured * (self.total - self.done))} left"
 
 
 def duration(seconds: float) -> str:
@@ -187,10 +187,10 @@ def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console 
     stream = to.file if to is not None else sys.stdout
     is_terminal = to.is_terminal if to is not None else sys.stdout.isatty()
     least = 0
-    for place, key in enumerate(rows[0] if rows else ["nothing"]):
-        width = max(map(cell_len, [str(key), *(row[place] for row in cells)]))
+    for index, key in enumerate(rows[0] if rows else ["nothing"]):
+        width = max(map(cell_len, [str(key), *(row[index] for row in cells)]))
         folds = is_terminal and width > FOLDED
-        right = bool(rows) and cells[0][place].replace(",", "").replace(".", "").isdigit()
+        right = bool(rows) and cells[0][index].replace(",", "").replace(".", "").isdigit()
         table.add_column(key, justify="right" if right else "left", overflow="fold", no_wrap=not folds,
                          min_width=FOLDED if folds else width)
         least += (FOLDED if folds else width) + _GAP

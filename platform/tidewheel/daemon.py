@@ -39,8 +39,8 @@ def _wait_at_exit() -> None:
     """Wait for the threads that are at work."""
     with _lock:
         queues, threads = list(_queues), list(_threads)
-    for each in queues:
-        each.stop(wait=False)
+    for thread_queue in queues:
+        thread_queue.stop(wait=False)
     until = time.monotonic() + EXIT_SECONDS
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))

@@ -59,8 +59,8 @@ class Holder:
 
     def is_gone(self) -> bool:
         """Return whether the process has certainly ended. A holder on another machine may always be alive."""
-        here = self.host == socket.gethostname() and self.machine in ("", _machine())
-        return here and bool(self.started) and _started(self.pid) != self.started
+        is_same_machine = self.host == socket.gethostname() and self.machine in ("", _machine())
+        return is_same_machine and bool(self.started) and _started(self.pid) != self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -106,8 +106,8 @@ def _owned(run: Store, head: Record, alive: float) -> OwnershipError:
     return OwnershipError(
         f"the run is being trained by {head.holder} since {_utc(head.since)} (epoch {head.epoch}; last sign of life "
         f"{_utc(alive)})", where=run.uri,
-        fix="wait for it or stop it, or choose another run.id; --take-over takes the run away from it: nothing that "
-        "the other driver writes counts any more")
+        fix="wait for it or stop it, or choose another run.id; --take-over takes the run away from it: everything "
+        "that the other driver writes is then ignored")
 
 
 def _utc(unix: float) -> str:

@@ -170,8 +170,13 @@ class Kind(Generic[P]):
             return part
         if self.wrap is not None and callable(value) and not isinstance(value, type):
             return _wrapped(self.wrap, value, target)
-        what = "does not exist" if value is None else f"is no {self.noun}"
-        raise ConfigError(f"{target.partition(':')[2]!r} {what} in {where}", where=name, fix=f"name {self.must_be}")
+        attribute = target.partition(":")[2]
+        if value is not None:
+            raise ConfigError(f"{attribute!r} is no {self.noun} in {where}", where=name, fix=f"name {self.must_be}")
+        parts = [known for known, value in vars(sys.modules[target.partition(":")[0]]).items() if self._is_part(value)]
+        near = difflib.get_close_matches(attribute, parts, n=1, cutoff=0.5)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{attribute!r} does not exist in {where}{hint}", where=name, fix=f"name {self.must_be}")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class PlacementConfig(Config):
     @classmethod
     def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if wrong := [name for name in value if not WORD.fullmatch(name)]:
-            raise ValueError(f"{wrong[0]!r} is no name of a node group: letters, digits and _ . - only")
+            raise ValueError(f"{wrong[0]!r} is not a valid name of a node group: use only letters, digits and _ . -")
         return value
 
     @pydantic.field_validator("labels")
@@ -54,16 +54,17 @@ class PlacementConfig(Config):
     def _conditions(cls, value: dict[str, str]) -> dict[str, str]:
         for key, condition in value.items():
             if not is_label(key):
-                raise ValueError(f"{key!r} is no name of a label: letters, digits and _ . -, with a prefix or without")
+                raise ValueError(f"{key!r} is not a valid name of a label: use letters, digits and _ . -, with or "
+                                 "without a prefix")
             if not _CONDITION.fullmatch(condition):
-                raise ValueError(f"{condition!r} is no condition of label {key}: write a value, in(a, b), or ! before "
-                                 "either")
+                raise ValueError(f"{condition!r} is not a condition for label {key}: write a value or in(a, b), with "
+                                 "or without ! before it")
         return value
 
     @pydantic.model_validator(mode="after")
     def _once(self) -> PlacementConfig:
         if self.groups and GROUP_LABEL in self.labels:
-            raise ValueError(f"groups and the label {GROUP_LABEL} say the same: leave one out")
+            raise ValueError(f"groups and the label {GROUP_LABEL} set the same condition: leave one out")
         return self
 
     @property

@@ -31,8 +31,8 @@ def is_private(path: Path, *, secret: bool = False) -> bool:
         status = path.lstat()
     except OSError:
         return False
-    others = 0o077 if secret else 0o022
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & others
+    forbidden = 0o077 if secret else 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & forbidden
 
 
 def make_private(path: Path, *, secret: bool = False) -> bool:
@@ -72,7 +72,7 @@ def user_folder(kind: str) -> Path:
 
 
 def _refused(path: Path) -> StorageError:
-    return StorageError("the folder cannot be used: it must belong to this user and be writable by nobody else",
+    return StorageError("the folder cannot be used: it must belong to this user, and only this user may write to it",
                         where=str(path), fix="remove it if it is yours; otherwise choose another folder (data.cache "
                                              "for shards, TMPDIR for everything)")
 
@@ -169,7 +169,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def remove_unlocked(folder: Path, pattern: str) -> None:
-    """Remove the files of killed processes from a folder: those that match `pattern` and that no process has locked."""
+    """Remove files of killed processes from a folder: files that match `pattern` and are not locked by a process."""
     for path in folder.glob(pattern):
         if _is_abandoned(path):
             path.unlink(missing_ok=True)

@@ -84,7 +84,7 @@ def stopping(save: Callable[[], str] | None = None, *, ends_itself: bool = False
         yield stop
         return
     handler = _Handler(stop, save, ends_itself)
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    before = {signal_number: signal.signal(signal_number, handler) for signal_number in SIGNALS}
     try:
         yield stop
     except SystemExit as error:  # raised by Ray's own SIGTERM handler while Ray starts
@@ -99,8 +99,8 @@ def stopping(save: Callable[[], str] | None = None, *, ends_itself: bool = False
         raise stop.stopped() from None
     finally:
         handler.close()
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        for signal_number, previous in before.items():
+            signal.signal(signal_number, previous)
 
 
 class _Handler:
@@ -116,7 +116,7 @@ class _Handler:
         self._wake = False
         self._over, self._ending = threading.Event(), threading.Lock()
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._wake:
             self._wake, self._quiet_until = False, now + WAKE_SECONDS
@@ -126,8 +126,8 @@ class _Handler:
         if now < self._quiet_until or self._over.is_set():
             return
         if self._stop.requested.is_set():
-            end_at_once(number)
-        self._stop.by_signal, self._quiet_until = number, now + SAME_SECONDS
+            end_at_once(signal_number)
+        self._stop.by_signal, self._quiet_until = signal_number, now + SAME_SECONDS
         self._stop.requested.set()
         if not self._ends_itself:
             threading.Thread(target=self._end_block, name="save and stop", daemon=True).start()
@@ -166,12 +166,12 @@ def _unwinding() -> bool:
     return False
 
 
-def end_at_once(number: int) -> NoReturn:
+def end_at_once(signal_number: int) -> NoReturn:
     """End the process without cleanup; its child processes notice that by themselves."""
     text = b"ended at once; give the same command again to continue from what is saved\n"
     with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed
         os.write(sys.stderr.fileno(), (SHOW_CURSOR if sys.stderr.isatty() else b"") + text)
-    os._exit(128 + number)
+    os._exit(128 + signal_number)
 
 
 @contextlib.contextmanager
@@ -180,10 +180,10 @@ def keeping_handlers() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {signal_number: signal.getsignal(signal_number) for signal_number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for signal_number, handler in before.items():
             if handler is not None:  # None: set by C code, so Python cannot restore it
-                signal.signal(number, handler)
+                signal.signal(signal_number, handler)

@@ -29,7 +29,7 @@ CHUNK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".tmp-"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)://")
 """The scheme of a URI: a name, or `module:Class`."""
-_ONE_SLASH = re.compile(r"(s3|gs|az|hf):/", re.IGNORECASE)
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,17 @@ def content_hash(data: bytes | memoryview) -> str:
     return "blake3-" + blake3(data).hexdigest()
 
 
+def scheme_of(uri: str) -> str:
+    """Return the storage scheme of a URI: its name in lower case, or `module:Class`; "" for a local path."""
+    match = _SCHEME.match(uri)
+    if match is None:
+        return ""
+    return match[1] if ":" in match[1] else match[1].lower()
+
+
 def is_remote(uri: str) -> bool:
     """Return True for URIs of storage schemes such as s3://, and False for local paths and file:// URIs."""
-    match = _SCHEME.match(str(uri))
-    return match is not None and match[1].lower() != "file"
+    return scheme_of(str(uri)) not in ("", "file")
 
 
 def join(uri: str, *parts: str) -> str:
@@ -94,14 +101,15 @@ def store(uri: str | Path) -> Store:
         StorageError: the scheme is unknown, its package is missing, or the URI is incomplete.
     """
     text = str(uri)
-    if match := _SCHEME.match(text):
+    if scheme_of(text):
         from tidewheel.stores import open_uri  # schemes are parts, which rest on this module
 
-        scheme = match[1]
-        return open_uri(scheme if ":" in scheme else scheme.lower(), text[match.end():])
-    if _ONE_SLASH.match(text):
-        raise StorageError("this URI has one slash behind its scheme", where=text,
-                           fix="use a local path, file:///path or s3://bucket/prefix")
+        return open_uri(text)
+    if match := _ONE_SLASH.match(text):
+        from tidewheel.stores import SCHEMES, URI_FIX
+
+        if match[1].lower() in SCHEMES.names():
+            raise StorageError("this URI has only one slash after its scheme", where=text, fix=URI_FIX)
     return LocalStore(text)
 
 
@@ -180,6 +188,13 @@ class Store:
             StorageError: missing bucket, refused credentials, no such endpoint, no permission.
         """
         raise NotImplementedError
+
+    def check_writable(self) -> None:
+        """Check that this kind of store can be written to. Sends no request.
+
+        Raises:
+            StorageError: it is read-only.
+        """
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object unless it exists; return whether this call made it.
@@ -381,7 +396,8 @@ class LocalStore(Store):
             if _identity(self.root) == identity or self._path(key).exists():
                 return
         raise StorageAwayError("the folder is gone, or another one is in its place", where=self.uri,
-                               fix="mount its disk again, or move it back: what was written is in the folder that was")
+                               fix="mount its disk again, or move the folder back: what was written is in the "
+                                   "original folder")
 
     @contextlib.contextmanager
     def _writable(self, path: Path) -> Iterator[None]:
@@ -461,11 +477,11 @@ class LocalStore(Store):
             return path.stat().st_size
 
     def uploads(self, prefix: str = "") -> Sequence[Upload]:
-        found = []
+        unfinished = []
         for path in (self._path(prefix) if prefix else self.root).rglob(f"{TEMPORARY_PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):  # it has become its object
-                found.append(Upload(path.relative_to(self.root).as_posix(), "", path.stat().st_mtime))
-        return found
+                unfinished.append(Upload(path.relative_to(self.root).as_posix(), "", path.stat().st_mtime))
+        return unfinished
 
     def abort(self, upload: Upload) -> None:
         self.delete(upload.key)
@@ -477,15 +493,15 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> Sequence[Stamp]:
         top = self._path(prefix) if prefix else self.root
-        found = []
+        entries = []
         for folder, _, names in os.walk(top, onerror=unlistable):
             for name in names:
                 if name.startswith(TEMPORARY_PREFIX):
                     continue
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):  # deleted between walk and stat
-                    found.append(Stamp(path.relative_to(self.root).as_posix(), path.stat().st_size, ""))
-        return sorted(found, key=lambda entry: entry.key)
+                    entries.append(Stamp(path.relative_to(self.root).as_posix(), path.stat().st_size, ""))
+        return sorted(entries, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

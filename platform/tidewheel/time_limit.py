@@ -66,11 +66,11 @@ class TimeLimit:
             StorageAwayError: it has passed.
         """
         if self._ended.is_set():
-            raise StorageAwayError(f"{self._what} was broken off: {self._reason}", where="storage",
-                                   fix="nothing: it is done again when it is due")
+            raise StorageAwayError(f"{self._what} was stopped: {self._reason}", where="storage",
+                                   fix="nothing: it is repeated when it is due")
         if time.monotonic() >= self._until:
             raise StorageAwayError(f"{self._what} took longer than {self._seconds:g} s", where="storage",
-                                   fix="look at the store's health and bandwidth, or allow more time")
+                                   fix="check the store and its bandwidth, or allow more time")
 
     def pause(self, seconds: float) -> None:
         """Sleep, but not past the limit."""
@@ -139,7 +139,7 @@ def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
     if errors:
         raise errors[0]
     limit.check()
-    raise StorageAwayError("the storage does not answer", where="storage", fix="look at the store's health")
+    raise StorageAwayError("the storage does not answer", where="storage", fix="check the store")
 
 
 def result(future: Future[T], limit: TimeLimit) -> T:

@@ -37,7 +37,7 @@ class Version:
         """
         numbers = {self.part: self.number}
         for other in self.uses:
-            for part, number in other.numbers().items():
-                if numbers.setdefault(part, number) != number:
-                    raise ValueError(f"two parts are called {part!r}, with versions {numbers[part]} and {number}")
+            for part, version in other.numbers().items():
+                if numbers.setdefault(part, version) != version:
+                    raise ValueError(f"two parts are called {part!r}, with versions {numbers[part]} and {version}")
         return dict(sorted(numbers.items()))

@@ -33,7 +33,7 @@ class _Checked:
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice",
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} occurs twice",
                                                             key.start_mark)
                 seen.add(key.value)
         return dict(super().construct_mapping(node, deep))  # type: ignore[misc]

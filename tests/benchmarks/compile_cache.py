@@ -23,8 +23,9 @@ def start(cache: str, layers: int, dim: int) -> None:
     """Run one start and print {"seconds": [seconds of each step], "losses": [...]}."""
     import torch
 
-    from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+    from tidewheel.models.decoder import Decoder, next_tokens
     from tidewheel.models.families import Llama
+    from tidewheel.models.initial_values import init_parameter
     from tidewheel.train.compile import compile_blocks, use_cache
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

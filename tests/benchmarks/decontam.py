@@ -42,9 +42,9 @@ def planted(index: EvalIndex, items: list[EvalItem], carriers: list[str], each: 
     matches_of = find(index, [entry.text for entry in plants])
     rows = []
     for kind, (_, _, present) in KINDS.items():
-        mine = [(entry, matches) for entry, matches in zip(plants, matches_of, strict=True) if entry.kind == kind]
-        right = sum(_names(entry.item, matches) for entry, matches in mine) if present else None
-        rows.append(_row(kind, [bool(matches) for _, matches in mine], right, present))
+        of_kind = [(entry, matches) for entry, matches in zip(plants, matches_of, strict=True) if entry.kind == kind]
+        right = sum(_names(entry.item, matches) for entry, matches in of_kind) if present else None
+        rows.append(_row(kind, [bool(matches) for _, matches in of_kind], right, present))
     return rows
 
 

@@ -264,12 +264,12 @@ def main() -> int:
     for event in chosen.only:
         theirs = _tried(event, "peer", chosen.step_seconds) if event in PEERS and not chosen.ours_only else None
         before = crowding()
-        mine = _tried(event, "ours", chosen.step_seconds)
+        tried = _tried(event, "ours", chosen.step_seconds)
         crowded = max(before, crowding())
         limit = LIMITS[event] * crowded if event in LIMITS else None
-        late = not _within(event, mine, crowded)
+        late = not _within(event, tried, crowded)
         missed += [event] * late
-        rows.append({"event": event, **_cells("Ray Train", theirs), **_cells("Tidewheel", mine),
+        rows.append({"event": event, **_cells("Ray Train", theirs), **_cells("Tidewheel", tried),
                      "limit, s": f"{limit:.1f}" if limit else "", "": "missed" if late else ""})
         print_table(rows[-1:])
     print_table(rows, title="What events cost")

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.equivalence [--steps 20] [--only TEXT] [--list]
 
-Each row is a whole training run of the debug model in fp32 on CPU (gloo, up to 4 processes) from the same shards, with
+Each row is a whole training run of the debug model in fp32 on CPU (gloo, up to 8 processes) from the same shards, with
 the loop, the loader and the checkpoints of users. Its last checkpoint is then loaded into a single process. `loss` is
 the largest relative difference of a step's loss and `parameter` the largest difference of an element from a single
 process with the same recipe. `validation` is the relative difference of the final validation loss. The exit code is 1
@@ -124,8 +124,15 @@ ROWS: list[Row] = [
     *(Row(f"PP 2, {schedule} x TP 2", 4, ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}",
                                         "parallel.tensor=2")) for schedule in SCHEDULES[1:]),
     Row("PP 2 x CP 2", 4, ("parallel.pipeline=2", "parallel.context=2")),
+    *(Row(f"3-D: TP 2 x PP 2 x {data} 2", 8, ("parallel.tensor=2", "parallel.pipeline=2", f"parallel.data={data}"))
+      for data in ("ddp", "zero1", "zero2")),
+    *(Row(f"3-D: TP 2 x CP 2 x {data} 2", 8, ("parallel.tensor=2", "parallel.context=2", f"parallel.data={data}"))
+      for data in ("ddp", "zero1", "zero3")),
+    Row("3-D: PP 2 x CP 2 x zero2 2", 8, ("parallel.pipeline=2", "parallel.context=2", "parallel.data=zero2")),
+    Row("3-D: TP 2 x PP 2 x CP 2", 8, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2")),
 ]
-"""Rows of the table, with 1, 2 or 4 ranks. A layout that the configuration refuses is an error, not a missing row."""
+"""Rows of the table, with 1, 2, 4 or 8 ranks. A layout that the configuration refuses is an error, not a missing
+row."""
 
 
 def settings(folder: Path, name: str, steps: int, overrides: Sequence[str]) -> TrainConfig:
@@ -136,7 +143,7 @@ def settings(folder: Path, name: str, steps: int, overrides: Sequence[str]) -> T
         "model": {"preset": "debug"}, "optimizer": {"learning_rate": 3e-3, "clip_norm": 0.5},
         "schedule": {"warmup_steps": 3}, "evaluation": {"sample_tokens": 0},
         "batch": {"global_sequences": SEQUENCES, "micro_sequences": 2, "virtual_ranks": 4},
-        "checkpoint": {"every_steps": 0, "asynchronous": False}, "elastic": {"min_workers": 1, "max_workers": 4}}
+        "checkpoint": {"every_steps": 0, "asynchronous": False}, "elastic": {"min_workers": 1, "max_workers": 8}}
     return build(TrainConfig, values, overrides)
 
 

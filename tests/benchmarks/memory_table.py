@@ -116,9 +116,9 @@ def size(tensors: Iterable[torch.Tensor | None]) -> int:
     """Return the bytes of this rank's parts."""
     total = 0
     for tensor in tensors:
-        mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        assert mine is not None
-        total += mine.numel() * mine.element_size()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        assert local is not None
+        total += local.numel() * local.element_size()
     return total
 
 

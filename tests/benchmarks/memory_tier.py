@@ -38,8 +38,9 @@ from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.restore import inventory, load, newest_complete
 from tidewheel.checkpoint.memory_tier.slots import SLOTS_PER_WORKER
 from tidewheel.console import print_table
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 
 WANTED = 0.05
 WAIT_STEPS = 60
@@ -238,7 +239,7 @@ def _times(name: str, training: Training, addresses: list[Address]) -> tuple[lis
 def _restore(asked: list[Address], mine: Address | None, state: dict[str, Any]) -> None:
     newest = newest_complete(inventory(asked, TOKEN))
     assert newest is not None
-    load(newest, state, mine=mine)
+    load(newest, state, own_agent=mine)
 
 
 if __name__ == "__main__":

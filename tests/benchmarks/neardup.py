@@ -102,9 +102,9 @@ def removals(labels: Labels, **near: Any) -> tuple[dict[str, tuple[str, float]],
         runner = Runner(job.output)
         _, parts = partition.run(job, runner, ingest.run(job, runner).units)
         result, _ = dedup_near.run(job, runner, parts)
-        gone = [verdicts.decode(read_file(job.store, unit.files["verdicts"])).to_pylist() for unit in result.units
-                if "verdicts" in unit.files]
-        return ({row["id"]: (row["survivor"], row["score"]) for rows in gone for row in rows},
+        dropped = [verdicts.decode(read_file(job.store, unit.files["verdicts"])).to_pylist() for unit in result.units
+                   if "verdicts" in unit.files]
+        return ({row["id"]: (row["survivor"], row["score"]) for rows in dropped for row in rows},
                 dedup_near.report(job, result.units))
 
 
@@ -147,13 +147,13 @@ def score(labels: Labels, seeds: int) -> dict[str, Any]:
     share = {}
     for mode, near in MODES.items():
         began = time.process_time()
-        gone, report = removals(labels, **near)
-        true = true_similarities(labels, gone)
-        share[mode] = np.array([settled(pair, gone) for pair in names], np.float64)
-        modes[mode] = {"removed": len(gone), "candidates": report["candidates"], "edges": report["edges"],
+        dropped, report = removals(labels, **near)
+        true = true_similarities(labels, dropped)
+        share[mode] = np.array([settled(pair, dropped) for pair in names], np.float64)
+        modes[mode] = {"removed": len(dropped), "candidates": report["candidates"], "edges": report["edges"],
                        "compared": report["compared_exactly"],
                        "seconds": round(time.process_time() - began, 1), "report": report,
-                       "numbers_alike": float((with_numbers_alike(labels, gone, true) >= TRUE_DUPLICATE).mean()),
+                       "numbers_alike": float((with_numbers_alike(labels, dropped, true) >= TRUE_DUPLICATE).mean()),
                        "precision": float((true >= TRUE_DUPLICATE).mean()) if len(true) else 1.0}
     curve = collision_probability(similar, 14, 8)
     bins = []

@@ -28,7 +28,8 @@ from tests.benchmarks.loader import write_shards
 from tidewheel import jsonlog, storage
 from tidewheel.config import build
 from tidewheel.console import print_table
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.train.batches import micro_batch
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train

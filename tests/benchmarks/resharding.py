@@ -122,9 +122,9 @@ def _process(process: int, folder: Path, pairs: Pairs) -> None:
     meeting = dist.FileStore(str(folder / "meeting"), 4)
     for index, work in enumerate((_save, _load)):
         for ranks in (1, 2, 4):
-            mine = [pair for pair in pairs if pair[index].ranks == ranks]
-            if mine and process < ranks:
-                _as_group(process, ranks, folder / f"group-{index}-{ranks}", partial(work, folder, mine))
+            rank_pairs = [pair for pair in pairs if pair[index].ranks == ranks]
+            if rank_pairs and process < ranks:
+                _as_group(process, ranks, folder / f"group-{index}-{ranks}", partial(work, folder, rank_pairs))
         meeting.set(f"{index}-{process}", "done")
         meeting.wait([f"{index}-{other}" for other in range(4)])
 

@@ -106,13 +106,13 @@ def main() -> None:
         settings = Classifier(file=file.name)
         line("classifier", lambda: judged(table, settings), note=lambda _: f"AUC {trained.quality.auc:.3f} on "
              f"{trained.quality.positives + trained.quality.negatives} documents held out")
-    some = table.slice(0, PIECES)
-    part = sum(len(text.encode()) for text in some["text"].to_pylist())
+    piece = table.slice(0, PIECES)
+    part = sum(len(text.encode()) for text in piece["text"].to_pylist())
     ours, _ = line("dedup_lines", lambda: lines(table), note=lambda cut: f"{int((cut.pieces > 0).sum())} edited")
     theirs, cut_texts = line("the same in Python", lambda: by_search(
-        some["text"].to_pylist(), some["id"].to_pylist(), "line", MIN_CHARACTERS, 1, "first"), 1, count=PIECES,
+        piece["text"].to_pylist(), piece["id"].to_pylist(), "line", MIN_CHARACTERS, 1, "first"), 1, count=PIECES,
         volume=part)
-    same = sum(a == b for a, b in zip(lines(some).texts.to_pylist(), cut_texts, strict=True)) / PIECES
+    same = sum(a == b for a, b in zip(lines(piece).texts.to_pylist(), cut_texts, strict=True)) / PIECES
     print(f"| | | | {theirs / ours:.0f} times slower, same text in {same:.1%} |")
 
 

@@ -29,7 +29,8 @@ def train_loop(settings: dict[str, Any]) -> None:
     import ray.train.torch
     import torch
 
-    from tidewheel.models.decoder import Decoder, init_parameter
+    from tidewheel.models.decoder import Decoder
+    from tidewheel.models.initial_values import init_parameter
     from tidewheel.train.config import TrainConfig
 
     config = TrainConfig.model_validate(settings["config"])

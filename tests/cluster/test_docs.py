@@ -74,8 +74,8 @@ def test_every_command_of_the_page(start, tmp_path, page, request):
     place = tmp_path / "checkout"
     shutil.copytree(start, place, symlinks=True)
     cluster = request.getfixturevalue("cluster") if page in ON_ONE_CLUSTER else {}
-    said = run(script(DOCS / f"{page}.md"), place, cluster)
-    assert said.rstrip().endswith("--- end")
+    output = run(script(DOCS / f"{page}.md"), place, cluster)
+    assert output.rstrip().endswith("--- end")
 
 
 @pytest.mark.parametrize("page", TASKS)
@@ -115,7 +115,7 @@ def run(text: str, place: Path, cluster: Mapping[str, str] = MappingProxyType({}
                 shell.wait(20)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
-    said = log.read_text(errors="replace")
-    assert code == 0, f"exit code {code} ({'too long' if code == -1 else 'see the end'}):\n{said[-6000:]}"
-    assert not any(left), f"the page leaves a cluster behind:\n{said[-2000:]}"
-    return said
+    output = log.read_text(errors="replace")
+    assert code == 0, f"exit code {code} ({'too long' if code == -1 else 'see the end'}):\n{output[-6000:]}"
+    assert not any(left), f"the page leaves a cluster behind:\n{output[-2000:]}"
+    return output

@@ -189,13 +189,13 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     assert summary.parts["restart"] > 0
     assert [one.workers for one in summary.generations][-4:] == [2, 1, 2, 1]
 
-    said = RunLogs(store(config.run_uri)).new(LineFilter())
+    lines = RunLogs(store(config.run_uri)).new(LineFilter())
     generations = {event["detail"]["generation"] for event in (before[-1], lost, grown, left)}
-    joins = [line for line in said if line.logger == "tidewheel.elastic.worker" and line.text.startswith("joins")]
+    joins = [line for line in lines if line.logger == "tidewheel.elastic.worker" and line.text.startswith("joins")]
     ranks = {generation: {line.rank for line in joins if line.generation == generation} for generation in generations}
     assert ranks == {event["detail"]["generation"]: set(range(event["detail"]["world_size"]))
                      for event in (before[-1], lost, grown, left)}
-    assert {line.role for line in said} == {"", "coordinator", "agent"}
+    assert {line.role for line in lines} == {"", "coordinator", "agent"}
     copies = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("tidewheel-elastic-*.log")
     assert any("rank=1" in path.read_text() for path in copies)
 
@@ -305,6 +305,7 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
     assert [event["detail"]["node"] for event in events(config, "worker_readmitted")] == [victim]
 
 
+@pytest.mark.long  # `test_ray_workers.py` and `test_left_out.py` leave such a worker out without Ray
 def test_a_node_on_which_workers_cannot_start_is_excluded(cluster, shards, tmp_path):
     """A package may be missing there, for example. The other workers train the run."""
     while len(cluster.nodes) < 2:

@@ -124,8 +124,8 @@ def test_a_workflow_of_the_sdk_is_submitted_then_found_done(cluster, tmp_path):
     flow = tw.Workflow("sweep", first, second)
     output, raw = str(tmp_path / "out"), str(tmp_path / "raw")
     server = JobServer(cluster.dashboard_url, say=print)
-    said: list[str] = []
-    assert server.follow(flow.submit(cluster.dashboard_url, output, input=raw), said.append) == 0, "".join(said)
+    lines: list[str] = []
+    assert server.follow(flow.submit(cluster.dashboard_url, output, input=raw), lines.append) == 0, "".join(lines)
     assert {row["step"]: row["state"] for row in flow.status(output, input=raw)} == dict.fromkeys(
         ("bpe", "small", "first", "second"), "published")
     assert {each.state for each in flow.plan(output, input=raw)} == {"published"}

@@ -71,6 +71,7 @@ def test_own_parts_travel_and_a_killed_worker_changes_no_bit(tmp_path: Path, mon
     last = [line for line in said if f"-{victim}-" in line.process][-1]
     assert last.text == "told of step 5 first"
     assert {line.rank for line in said} == {0, 1}
+    assert len(said) == len({(line.process, line.generation, line.step, line.text) for line in said}), "printed once"
     assert {f"told of step {step} first" for step in range(1, 9)} <= {line.text for line in said}
     table = [line.split() for line in (tmp_path / "table").read_text().splitlines()]
     assert {int(step): float(value) for step, value in table} == measured(tmp_path / "runs/calm")

@@ -49,8 +49,8 @@ def test_ray_reads_selectors_as_we_do(cluster):
                      {GROUP_LABEL: "gpu-on-demand", MARKET_LABEL: "!spot"}):
         found = set()
         for row in rows:
-            there = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
-            task: Any = ray.remote(num_cpus=0, scheduling_strategy=there, label_selector=selector)(lambda: None)
+            strategy = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
+            task: Any = ray.remote(num_cpus=0, scheduling_strategy=strategy, label_selector=selector)(lambda: None)
             try:
                 ray.get(task.remote(), timeout=90)
             except ray.exceptions.TaskUnschedulableError:

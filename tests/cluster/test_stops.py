@@ -31,16 +31,16 @@ def test_a_pipeline_says_one_sentence_and_goes_on(tmp_path):
     environment["PYTHONPATH"] = str(ROOT / "platform")
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if "ingest: " in line:
             process.send_signal(signal.SIGTERM)
             break
-    said += process.communicate(timeout=200)[0]
-    assert process.returncode == 143, said
-    assert said.splitlines()[-1] == "stopped; give the same command again to continue"
-    assert "SIGTERM received" not in said, said  # the first line of that trace
+    output += process.communicate(timeout=200)[0]
+    assert process.returncode == 143, output
+    assert output.splitlines()[-1] == "stopped; give the same command again to continue"
+    assert "SIGTERM received" not in output, output  # the first line of that trace
     assert not (tmp_path / "out/summary.json").exists()
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert again.returncode == 0, again.stderr  # no lock remains

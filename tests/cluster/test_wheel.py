@@ -152,23 +152,23 @@ def user(installed: Path, tmp_path_factory):
                    if not name.startswith(("RAY_", "PYTEST")) and name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     for name, folder_of in (("TIDEWHEEL_STATE", "state"), ("HOME", "home")):
         environment[name] = str(tmp_path_factory.mktemp(folder_of))
-    mine = User(folder, installed, environment)
+    user = User(folder, installed, environment)
     code = "import json, sys, tidewheel; print(json.dumps([tidewheel.__file__, *sys.path]))"
-    package, *path = json.loads(mine.finish(mine.run_with(str(installed), "-c", code)))
+    package, *path = json.loads(user.finish(user.run_with(str(installed), "-c", code)))
     assert package.startswith(str(installed.parents[1]))
     assert not {str(ROOT), str(ROOT / "platform")} & set(path)
-    mine.finish(mine.start("cluster", "up", "--nodes", "2"))
+    user.finish(user.start("cluster", "up", "--nodes", "2"))
     try:
-        for line in mine.finish(mine.start("cluster", "env")).splitlines():
+        for line in user.finish(user.start("cluster", "env")).splitlines():
             name, _, value = line.removeprefix("export ").partition("=")
             environment[name] = value
-        mine.finish(mine.start("data", "run", "recipe.yaml", "--input", "raw", "--output", "data"))
-        yield mine
+        user.finish(user.start("data", "run", "recipe.yaml", "--input", "raw", "--output", "data"))
+        yield user
         imported = set((folder / "imported").read_text().split())
         assert imported, "the parts were imported"
         assert all(path.startswith(str(installed.parents[1])) for path in imported - {reference_package()})
     finally:
-        mine.finish(mine.start("cluster", "down"))
+        user.finish(user.start("cluster", "down"))
 
 
 def reference_package() -> str:

@@ -18,7 +18,8 @@ import torch
 
 from tidewheel.config import build
 from tidewheel.models import families
-from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.decoder import Decoder, next_tokens
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.models.loss import IGNORED, TokenLoss
 from tidewheel.parts import Kind, Part, as_json
 from tidewheel.train import objectives, optimizers, schedules

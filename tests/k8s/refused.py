@@ -26,7 +26,7 @@ def drop(path: str) -> dict[str, Any]:
 
 Row = tuple[str, str, list[dict[str, Any]], str, str]
 SCHEMA: list[Row] = [
-    ("a field that is not there", JOB, [put(f"{SPEC}/workerGroupSpec", [])], "spec.rayClusterSpec.workerGroupSpec",
+    ("a field that does not exist", JOB, [put(f"{SPEC}/workerGroupSpec", [])], "spec.rayClusterSpec.workerGroupSpec",
      "did you mean workerGroupSpecs?"),
     ("a field of a container misspelt", JOB, [put(f"{POD}/containers/0/volumemounts", [])],
      f"{CONTAINER}.volumemounts", "did you mean volumeMounts?"),
@@ -74,7 +74,7 @@ OPERATOR: list[Row] = [
                                                  put(f"{SPEC}/rayVersion", "2.51.0")],
      "spec.rayClusterSpec.rayVersion", "2.52.0 or newer"),
     ("Kubernetes tokens for a job", JOB, [put(f"{SPEC}/authOptions", {"mode": "token", "enableK8sTokenAuth": True})],
-     "spec.rayClusterSpec.authOptions.enableK8sTokenAuth", "mode token works"),
+     "spec.rayClusterSpec.authOptions.enableK8sTokenAuth", "mode token is enough"),
     ("neither a cluster nor a selector", JOB, [drop(SPEC)], "spec.rayClusterSpec", "own-cluster"),
     ("a cluster and a selector", JOB, [put("/spec/clusterSelector", {"ray.io/cluster": "a"})], "spec.clusterSelector",
      "keep one"),
@@ -147,7 +147,7 @@ PODS: list[Row] = [
     ("memory overcommitted", JOB, [put(f"{POD}/containers/0/resources/limits/memory", "2000Gi")],
      f"{CONTAINER}.resources.limits.memory", "equal"),
     ("no CPU request", JOB, [drop(f"{POD}/containers/0/resources/requests/cpu")],
-     f"{CONTAINER}.resources.requests.cpu", "say it"),
+     f"{CONTAINER}.resources.requests.cpu", "set it"),
     ("less time than the drain takes", JOB, [put(f"{POD}/terminationGracePeriodSeconds", 60)],
      f"{AT}.template.spec.terminationGracePeriodSeconds", "at least 105"),
     ("the default grace period", JOB, [drop(f"{POD}/terminationGracePeriodSeconds")],
@@ -183,16 +183,16 @@ AROUND: list[Row] = [
      "tidewheel-worker"),
     ("a token for the workers", JOB, [put(f"{POD}/automountServiceAccountToken", True)],
      f"{AT}.template.spec.automountServiceAccountToken", "false"),
-    ("an account that is not there", JOB, [put(f"{POD}/serviceAccountName", "tidewheel-wroker")],
+    ("an account that does not exist", JOB, [put(f"{POD}/serviceAccountName", "tidewheel-wroker")],
      f"{AT}.template.spec.serviceAccountName", "correct the name"),
-    ("a volume that is not there", JOB, [put(f"{POD}/containers/0/volumeMounts/0/name", "cash")],
+    ("a volume that does not exist", JOB, [put(f"{POD}/containers/0/volumeMounts/0/name", "cash")],
      f"{CONTAINER}.volumeMounts[0].name", "correct the name"),
-    ("a ConfigMap that is not there", JOB, [put(f"{HEAD}/template/spec/volumes/0/configMap", {"name": "run"})],
+    ("a ConfigMap that does not exist", JOB, [put(f"{HEAD}/template/spec/volumes/0/configMap", {"name": "run"})],
      "spec.rayClusterSpec.headGroupSpec.template.spec.volumes[0].configMap.name", "correct the name"),
     ("a binding to no role", "RoleBinding/tidewheel-launcher", [put("/roleRef/name", "launcher")], "roleRef.name",
      "correct the name"),
     ("a budget for no pod", "PodDisruptionBudget/tidewheel-head", [
-        put("/spec/selector/matchLabels/tidewheel.io~1role", "haed")], "spec.selector", "labels of the pods"),
+        put("/spec/selector/matchLabels/tidewheel.io~1role", "haed")], "spec.selector", "labels of the intended pods"),
     ("a budget that cannot be computed", "PodDisruptionBudget/tidewheel-head", [
         drop("/spec/minAvailable"), put("/spec/maxUnavailable", 0)], "spec.maxUnavailable", "minAvailable"),
     ("a port without metrics", "PodMonitor/tidewheel-workers", [put("/spec/podMetricsEndpoints/0/port", "metric")],
@@ -200,7 +200,7 @@ AROUND: list[Row] = [
     ("a topology spread of other pods", JOB, [
         put(f"{POD}/topologySpreadConstraints/0/labelSelector/matchLabels", {"a": "b"})],
      f"{AT}.template.spec.topologySpreadConstraints[0].labelSelector", "this template"),
-    ("a queue that is not there", JOB, [put("/metadata/labels/kueue.x-k8s.io~1queue-name", "tidewhell")],
+    ("a queue that does not exist", JOB, [put("/metadata/labels/kueue.x-k8s.io~1queue-name", "tidewhell")],
      "metadata.labels['kueue.x-k8s.io/queue-name']", "correct the name"),
     ("Kueue without shutdown", JOB, [put("/spec/shutdownAfterJobFinishes", False),
                                      drop("/spec/ttlSecondsAfterFinished")],
@@ -220,7 +220,7 @@ AROUND: list[Row] = [
         put("/spec/groups/0/rules/1/expr", "delta(ray_tidewheel_steps[5m]) == 0")], "spec.groups[0].rules[1].expr",
      "did you mean ray_tidewheel_step?"),
     ("an alert without a fix", "PrometheusRule/tidewheel", [drop("/spec/groups/0/rules/1/annotations/fix")],
-     "spec.groups[0].rules[1].annotations.fix", "woken"),
+     "spec.groups[0].rules[1].annotations.fix", "wakes somebody"),
     ("a dashboard that is no JSON", "ConfigMap/tidewheel-dashboards", [put("/data/training.json", "{")],
      "data['training.json']", "export"),
 ]

@@ -126,8 +126,8 @@ def test_requests_that_cannot_be_rendered_are_refused(request_: Request, words: 
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("resources: [a.yaml]\nhelmCharts: []\n", "helmCharts needs the real kustomize"),
-    ("resources: [a.yaml]\n", "'a.yaml' is not there"),
+    ("resources: [a.yaml]\nhelmCharts: []\n", "helmCharts needs kustomize"),
+    ("resources: [a.yaml]\n", "'a.yaml' does not exist"),
     ("patches: [{target: {kind: A}, patch: 'spec: {}'}]\n", "strategic-merge"),
     ("namespace: a\nnamespace: b\n", "twice"),
     ("resources: [../outside.yaml]\n", "outside of the folder"),
@@ -143,7 +143,7 @@ def test_unsupported_kustomize_features_are_refused(tmp_path: Path, text: str, w
 def test_a_patch_for_another_list_is_refused() -> None:
     with pytest.raises(ConfigError, match="a patch is for 'b'"):
         kustomize.apply_operation({"a": ["c"]}, {"op": "test", "path": "/a/0", "value": "b"}, where="x")
-    with pytest.raises(ConfigError, match="/a/3 is not there"):
+    with pytest.raises(ConfigError, match="/a/3 does not exist"):
         kustomize.apply_operation({"a": ["c"]}, {"op": "remove", "path": "/a/3"}, where="x")
 
 

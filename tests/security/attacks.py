@@ -151,7 +151,7 @@ def endpoint_password(folder: Path) -> str:
         os.environ.pop("AWS_ENDPOINT_URL")
         if before is not None:
             os.environ["AWS_ENDPOINT_URL"] = before
-    assert "holds a user or a password" in message, message
+    assert "contains a user or a password" in message, message
     assert "pLaNtEd" not in message
     return "refused, and not shown"
 

@@ -105,7 +105,7 @@ def test_an_unknown_key_in_a_list_is_named(tmp_path: Path) -> None:
     ("0", "expected keys and values, found int"),
     ("[]", "expected keys and values, found list"),
     ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
-    ("steps: 10\nsteps: 20\n", "'steps' is there twice"),
+    ("steps: 10\nsteps: 20\n", "'steps' occurs twice"),
     ("optimizer:\n  betas: [0, 1]\n  betas: [0, 2]\n", "job.yaml:3"),
     ("steps: \x07", "not valid YAML"),
 ])

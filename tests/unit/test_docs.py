@@ -96,7 +96,8 @@ def test_modules_exist_with_their_options(name):
         assert spec is not None, f"{name}: {command}"
         assert spec.origin is not None
         if module.startswith("tests."):
-            source = Path(spec.origin).read_text()
+            is_package = spec.submodule_search_locations is not None
+            source = (Path(spec.origin).with_name("__main__.py") if is_package else Path(spec.origin)).read_text()
             long_options = [option.partition("=")[0] for option in options if option.startswith("--")]
             unknown = [option for option in long_options if f'"{option}"' not in source]
             assert not unknown, f"{name}: {command}: no {unknown}"

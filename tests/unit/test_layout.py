@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = [
     ("errors", "printable", "secret_patterns", "unauthenticated", "versions", "yaml_text", "daemon"), ("time_limit",),
     ("disk_errors", "private_folders", "retry"), ("storage",),
-    ("hub",), ("config", "conditional_create", "provenance"), ("parts",), ("stores",),
+    ("config", "conditional_create", "provenance"), ("parts",), ("stores",),
     ("jsonlog", "console", "placement", "autoscaler", "lease", "commit_protocol"),
     ("commit_log", "stopping"), ("ownership",),
     ("shards",),

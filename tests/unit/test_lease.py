@@ -86,12 +86,12 @@ def test_the_death_of_a_process_on_this_machine_is_noticed_at_once(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert holder.stdout.readline() == b"held\n"
-    mine = Leases(store(tmp_path), Holder.me())
-    assert not mine.acquire("step")
+    leases = Leases(store(tmp_path), Holder.me())
+    assert not leases.acquire("step")
     holder.kill()
     assert holder.wait() != 0
-    assert mine.look("step") is None
-    assert mine.acquire("step")
+    assert leases.look("step") is None
+    assert leases.acquire("step")
     holder.stdin.close()
     holder.stdout.close()
 
@@ -104,10 +104,10 @@ def test_of_many_candidates_one_gets_the_lease(kind, tmp_path):
         gate = threading.Barrier(6)
 
         def race(index: int, winners=winners, gate=gate, name=f"step{round_}") -> None:
-            mine = Leases(kind(tmp_path), remote_holder(index), settle_seconds=0.4)
-            creates_are_conditional(mine._store)
+            leases = Leases(kind(tmp_path), remote_holder(index), settle_seconds=0.4)
+            creates_are_conditional(leases._store)
             gate.wait()
-            if mine.acquire(name):
+            if leases.acquire(name):
                 winners.append(index)
 
         threads = [threading.Thread(target=race, args=(index,)) for index in range(6)]

@@ -53,11 +53,11 @@ def test_a_selector_is_shown_as_text():
 
 
 @pytest.mark.parametrize(("placement", "message"), [
-    ({"groups": ["a b"]}, "no name of a node group"),
-    ({"labels": {"a b": "c"}}, "no name of a label"),
-    ({"labels": {"a/b/c": "d"}}, "no name of a label"),
-    ({"labels": {"a": "in()"}}, "no condition of label a"),
-    ({"labels": {"a": "!!b"}}, "no condition of label a"),
+    ({"groups": ["a b"]}, "not a valid name of a node group"),
+    ({"labels": {"a b": "c"}}, "not a valid name of a label"),
+    ({"labels": {"a/b/c": "d"}}, "not a valid name of a label"),
+    ({"labels": {"a": "in()"}}, "not a condition for label a"),
+    ({"labels": {"a": "!!b"}}, "not a condition for label a"),
     ({"groups": ["a"], "labels": {GROUP_LABEL: "b"}}, "leave one out"),
     ({"group": ["a"]}, "did you mean 'groups'"),
 ])

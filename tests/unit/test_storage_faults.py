@@ -352,7 +352,7 @@ def test_a_request_stops_when_its_time_limit_is_brought_forward(silent: list[soc
 
     threading.Thread(target=end, daemon=True).start()
     endless = RetryPolicy(request_seconds=3600, budget_seconds=3600)
-    with limit.applied(), pytest.raises(StorageAwayError, match="the save was broken off: the generation has ended"):
+    with limit.applied(), pytest.raises(StorageAwayError, match="the save was stopped: the generation has ended"):
         OPERATIONS[name](S3Store("s3://bucket/data", endless))
 
 
@@ -369,7 +369,7 @@ def test_an_endpoint_with_a_password_is_refused_before_any_request(monkeypatch: 
     monkeypatch.setattr(requests, "_wait", lambda *_: pytest.fail("a request was sent"))
     for use in (lambda: store("s3://bucket").read("key"), lambda: store("s3://bucket").check(),
                 lambda: list(store("s3://bucket").list())):
-        with pytest.raises(StorageError, match=f"holds a user or a password.*\\n.*remove.*{name}") as refused:
+        with pytest.raises(StorageError, match=f"contains a user or a password.*\\n.*remove.*{name}") as refused:
             use()
         assert not isinstance(refused.value, StorageAwayError)  # no caller waits for such a store
         assert "pLaNtEd" not in str(refused.value)

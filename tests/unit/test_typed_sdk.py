@@ -1,15 +1,15 @@
-"""Type checkers know the SDK's signatures: correct code passes, and each mistake is reported on its line."""
+"""pyright knows the SDK's signatures: correct code passes, and each mistake is reported on its line.
+
+`test_types.py` checks the same with mypy.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import tidewheel
 from tests.docs_pages import DOCS, ROOT, blocks
@@ -66,6 +66,8 @@ class Careful(tw.Reward):
 
 
 Brief(max_words=3).key()
+with tw.RewardProcess(Brief(max_words=3), seconds=2) as process:
+    share = process.judge([tw.Sample("6 x 7?", "42")]).mean
 tw.Train("a.yaml", callbacks=[Own(below=2.0)])
 tw.Train("a.yaml", callbacks=[3])  # wrong
 tw.callbacks.LogProgress(every_second=5)  # wrong
@@ -86,24 +88,20 @@ tw.rewards.Regex()  # wrong
 tw.rewards.JsonObject(required={"a": "int"})  # wrong
 tw.rewards.gsm8k()  # wrong
 Brief().judge(["an answer"])  # wrong
+tw.RewardProcess(Brief(), second=2)  # wrong
 """
 WRONG = {number for number, line in enumerate(CODE.splitlines(), 1) if line.endswith("# wrong")}
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    (tmp_path / "recipe.py").write_text(CODE)
-    return tmp_path / "recipe.py"
+def write_recipe(folder: Path) -> Path:
+    """Write the recipe with its mistakes to a folder and return its path."""
+    file = folder / "recipe.py"
+    file.write_text(CODE)
+    return file
 
 
 def test_the_package_is_marked_as_typed():
     assert Path(tidewheel.__file__).with_name("py.typed").exists()
-
-
-def test_mypy_knows_the_sdk(file: Path):
-    process = subprocess.run([sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)], cwd=ROOT,
-                          capture_output=True, text=True, check=False)
-    assert {int(line) for line in re.findall(r"recipe\.py:(\d+): error", process.stdout)} == WRONG, process.stdout
 
 
 def pyright(folder: Path) -> list[dict[str, Any]]:
@@ -116,8 +114,9 @@ def pyright(folder: Path) -> list[dict[str, Any]]:
     return diagnostics
 
 
-def test_pyright_in_strict_mode_knows_the_sdk(file: Path):
-    diagnostics = pyright(file.parent)
+def test_pyright_in_strict_mode_knows_the_sdk(tmp_path: Path):
+    write_recipe(tmp_path)
+    diagnostics = pyright(tmp_path)
     assert {diagnostic["range"]["start"]["line"] + 1 for diagnostic in diagnostics} == WRONG, diagnostics
 
 

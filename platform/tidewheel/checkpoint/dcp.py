@@ -125,26 +125,27 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit; called on rank 0 once all ranks have written."""
-        places = {(result.index.fqn, result.index.offset): result.storage_data for rank in results for result in rank}
-        files = tuple(sorted({place.file for place in places.values()}, key=lambda file: file.key))
+        storage_of = {(result.index.fqn, result.index.offset): result.storage_data
+                      for rank_results in results for result in rank_results}
+        files = tuple(sorted({stored.file for stored in storage_of.values()}, key=lambda file: file.key))
         indices = {file.key: index for index, file in enumerate(files)}
         tensors = {}
         for fqn, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             chunks = []
             for box in entry.chunks:
-                place = places[fqn, box.offsets]
-                chunks.append(Chunk(indices[place.file.key], place.start, tuple(box.offsets), tuple(box.sizes)))
+                stored = storage_of[fqn, box.offsets]
+                chunks.append(Chunk(indices[stored.file.key], stored.start, tuple(box.offsets), tuple(box.sizes)))
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[fqn] = TensorEntry(dtype, tuple(entry.size), tuple(chunks))
         manifest = self._describe(files, tensors)
         self._persist(lambda: self._publish(manifest))
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between saves."""
+        """Do nothing: no state is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -219,10 +220,10 @@ class Reader(StorageReader):
         return data
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: no state is kept between loads."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -177,7 +177,7 @@ class CheckpointManager:
                                "run again; checkpoint.max_failed_saves is the limit")
 
     def let_go(self) -> None:
-        """Stop the save under way unless it ends in a moment, because its ranks part and another tier has the state.
+        """Stop the save in progress unless it is about to finish: its generation ends, and another tier has the state.
 
         All ranks call this together.
         """
@@ -186,12 +186,12 @@ class CheckpointManager:
         self._upload.join(LET_GO_SECONDS)
         if self._upload.is_alive():
             self._let_go = True
-            self._limit.end("its workers make way")
+            self._limit.end("its workers stop for a change")
             self._upload.join()  # each rank tells the others that it has stopped
         self._upload = None
 
     def break_off(self) -> None:
-        """Stop the save under way at its next request or chunk and prevent others: the ranks are no longer together.
+        """Stop the save in progress at its next request or chunk, and prevent others: the generation has ended.
 
         Safe to call from any thread; returns at once.
         """

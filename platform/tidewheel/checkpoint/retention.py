@@ -67,15 +67,15 @@ def expired(listed: Sequence[CheckpointInfo], *, committed: int, keep: Keep, dam
         damaged: names of complete checkpoints whose content is known to be damaged.
         generation: the worker group that cleans up; None outside a run.
     """
-    mine = [info for info in listed if not _later(info.keys, generation)]
-    past = [info for info in mine if info.step <= committed]
+    own = [info for info in listed if not _later(info.keys, generation)]
+    past = [info for info in own if info.step <= committed]
     good = [info for info in past if info.complete and info.name not in damaged]
     kept = keep.names(good)
-    gone = [info for info in mine if info.name not in kept
-            and (info.step < committed or (not info.committed and _fenced(info.keys, generation)))]
+    obsolete = [info for info in own if info.name not in kept
+                and (info.step < committed or (not info.committed and _fenced(info.keys, generation)))]
     stray = [key for info in past if info.name in kept and info.step < committed
              for key in info.keys if key.partition("/")[2] not in info.files]
-    return Expired(tuple(info.name for info in gone), tuple(stray))
+    return Expired(tuple(info.name for info in obsolete), tuple(stray))
 
 
 def _later(keys: Sequence[str], generation: int | None) -> bool:

@@ -54,7 +54,7 @@ class Snapshot:
     device: torch.device | None = None
     """Device of the tensors; None: the host."""
     ready: Any = None
-    """CUDA event: all work that the device was given before that moment is done."""
+    """CUDA event that completes when the device has done all work queued before that moment."""
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> Snapshot:

@@ -64,10 +64,10 @@ class TieredCheckpoints:
         self._saved, self._placement, self._on_event = saved, placement, on_event
         self._rank, self._generation, self._every_steps = rank, generation, every_steps
         self._interval = KeepInterval(every_steps, share)
-        mine = placement.agents[rank]
-        replicas = replica_candidates(placement.known, mine, placement.domains) if replica else ()
-        self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, replicas, rank, world_size, placement.token,
-                                generation=generation, checkpoints=saved.store.uri, on_event=on_event)
+        own_agent = placement.agents[rank]
+        replicas = replica_candidates(placement.known, own_agent, placement.domains) if replica else ()
+        self._tier = MemoryTier(dict(enumerate(placement.agents)), own_agent, replicas, rank, world_size,
+                                placement.token, generation=generation, checkpoints=saved.store.uri, on_event=on_event)
 
     # -- memory --------------------------------------------------------------------------------
     def has_memory(self) -> bool:
@@ -133,7 +133,7 @@ class TieredCheckpoints:
         self._saved.wait()
 
     def let_go(self) -> None:
-        """Abandon the save in progress unless it ends in a moment."""
+        """Abandon the save in progress unless it is about to finish."""
         self._saved.let_go()
 
     def saves(self) -> Saves:
@@ -164,7 +164,7 @@ class TieredCheckpoints:
         peers = self._saved.peers
         for candidate in peers.from_first(self._candidates):
             try:
-                extra = load(candidate, state, process_group=peers.group, mine=self._placement.agents[self._rank])
+                extra = load(candidate, state, process_group=peers.group, own_agent=self._placement.agents[self._rank])
             except CheckpointError as error:
                 if self._rank == 0 and self._on_event is not None:
                     self._on_event("memory_refused", {"step": candidate.step, "reason": error.what})

@@ -39,7 +39,7 @@ def parse_group(text: str, *, cpus: float = 1.0, labels: dict[str, str] | None =
     """
     head, *more = text.split(",")
     name, *numbers = head.split(":")
-    fix = "NAME, NAME:NODES or NAME:NODES:CPUS, and behind it ,RESOURCE=AMOUNT: --group gpu-spot:2:1,accelerator=1"
+    fix = "NAME, NAME:NODES or NAME:NODES:CPUS, followed by ,RESOURCE=AMOUNT: --group gpu-spot:2:1,accelerator=1"
     if not WORD.fullmatch(name) or len(numbers) > 2:
         raise ConfigError(f"{text!r} is not a node group", where="--group", fix=fix)
     try:

@@ -92,7 +92,7 @@ def command_of(tokens: Sequence[str], working_dir: str = ".") -> str:
     """
     if not tokens:
         raise ConfigError("nothing to submit", where="tidewheel submit", fix=f"name a job ({', '.join(JOBS)}), a "
-                          "YAML file or a command, with its options, behind --")
+                          "YAML file or a command, with its options, after --")
     first, rest = tokens[0], tokens[1:]
     if (name := first.removeprefix("jobs.")) in JOBS:
         return shlex.join([*_program(name, working_dir), *rest])
@@ -193,7 +193,7 @@ class JobServer:
                 if uploaded.secrets:
                     self._say(uploaded.left_out())
             arguments["runtime_env"] = submission.runtime_env(package)
-            return self._patiently(send)
+            return self._retried(send)
 
     def info(self, job: str) -> Any:
         """Return Ray's `JobDetails` of a job.
@@ -206,14 +206,14 @@ class JobServer:
                 return self._client.get_job_info(job)
             except RuntimeError as error:
                 raise ClusterError(f"no such job ({_short(error)})", where=job,
-                                   fix="`tidewheel job list` shows the cluster's jobs; a cluster that was started "
-                                       "anew has forgotten them") from None
+                                   fix="`tidewheel job list` shows the cluster's jobs; a restarted cluster does not "
+                                       "know earlier jobs") from None
 
-        return self._patiently(look)
+        return self._retried(look)
 
     def jobs(self) -> list[Any]:
         """Return the submitted jobs, oldest first."""
-        jobs = self._patiently(self._client.list_jobs)
+        jobs = self._retried(self._client.list_jobs)
         return sorted((job for job in jobs if job.submission_id), key=lambda job: job.start_time or 0)
 
     def follow(self, job: str, write: Callable[[str], Any]) -> int:
@@ -221,34 +221,34 @@ class JobServer:
 
         Each part of the log is written once, however often the connection is lost.
         """
-        shown = _Shown(write)
+        written = _WrittenLog(write)
         while True:
             try:
-                asyncio.run(self._tail(job, shown))
+                asyncio.run(self._tail(job, written))
             except Exception as error:  # the job's state decides whether the stream's end is an error
-                self._say(f"the log's connection was lost ({_short(error)}); following on")
+                self._say(f"the connection to the log was lost ({_short(error)}); reconnecting")
             if self.info(job).status in ENDED:
-                shown.from_start(self._patiently(lambda: self._client.get_job_logs(job)))
+                written.from_start(self._retried(lambda: self._client.get_job_logs(job)))
                 return exit_code(self.info(job))
             time.sleep(POLL_SECONDS)
 
     def stop(self, job: str) -> bool:
         """Send SIGTERM to a job, and SIGKILL after STOP_SECONDS; return False if it has ended. Do not wait."""
         self.info(job)
-        return bool(self._patiently(lambda: self._client.stop_job(job)))
+        return bool(self._retried(lambda: self._client.stop_job(job)))
 
-    async def _tail(self, job: str, shown: _Shown) -> None:
+    async def _tail(self, job: str, written: _WrittenLog) -> None:
         """Show the log of a new connection, which sends it from its beginning."""
         position = 0
         async for text in self._client.tail_job_logs(job):
-            shown.part(text, position)
+            written.part(text, position)
             position += len(text)
 
-    def _patiently(self, request: Callable[[], Any]) -> Any:
-        """Call `request`, and again while the server does not answer; return its result."""
+    def _retried(self, request: Callable[[], Any]) -> Any:
+        """Return the result of `request`, called again while the server does not respond."""
         until = time.monotonic() + self._patience
         wait = 0.5
-        told = False
+        is_reported = False
         while True:
             try:
                 return request()
@@ -257,15 +257,15 @@ class JobServer:
                     raise ClusterError(f"the job server has not answered for {self._patience:g} s", where=self.address,
                                        fix="the job may still run: `tidewheel job follow ID` when the server is "
                                            "back") from error
-            if not told:
-                self._say(f"{self.address} does not answer; trying on for {self._patience:g} s")
-                told = True
+            if not is_reported:
+                self._say(f"{self.address} does not answer; trying again for up to {self._patience:g} s")
+                is_reported = True
             time.sleep(wait)
             wait = min(2 * wait, 10.0)
 
 
-class _Shown:
-    """Log of which a part has been written."""
+class _WrittenLog:
+    """A log, part of which has been written already."""
 
     def __init__(self, write: Callable[[str], Any]) -> None:
         self._write = write

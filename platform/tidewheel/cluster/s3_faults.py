@@ -1,8 +1,8 @@
-"""An S3-protocol server that fails on purpose, at a stated share of its requests: `S3Server(faults=...)` runs it.
+"""An S3-protocol server that fails a given share of its requests on purpose: `S3Server(faults=...)` runs it.
 
-The kinds are those that object stores and the way to them show: an internal error, a plea to slow down, a connection
-that is reset before or after the work was done, a body that ends too early; and, when asked for, silence, an answer of
-one byte a second, a bucket in another region. Which request fails is a function of the seed and the request's number.
+It imitates faults of object stores and networks: internal errors, requests to slow down, connections that are reset
+before or after the operation, and truncated bodies. On request it also stays silent, responds with one byte per second,
+or claims that the bucket is in another region. The seed and the number of a request determine whether it fails.
 `S3Server.fail` changes the faults while the server runs.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 KINDS = ("internal_error", "slow_down", "reset_before", "reset_after", "truncated")
 SLOW_KINDS = ("silent", "trickle")
-"""The request is taken and never answered; or answered with a byte a second."""
+"""The server accepts the request and never responds, or responds with one byte per second."""
 ELSEWHERE = "elsewhere"
 """The bucket is in another region, `Faults.region`, and following the redirect does not help."""
 COUNTS_PATH = "/-/faults"
@@ -53,7 +53,7 @@ class Faults:
 
 
 class FaultyApp:
-    """A WSGI application around another one, for werkzeug's server (it lends us the socket)."""
+    """A WSGI application that wraps another one. It needs werkzeug's server, which gives it the socket."""
 
     def __init__(self, app: Wsgi, faults: Faults) -> None:
         self._app, self._faults = app, faults
@@ -146,12 +146,12 @@ def _trickle(answer: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _makes_bucket(environ: dict[str, Any]) -> bool:
-    """Return whether the request makes a bucket: the set-up of a test gets no faults."""
+    """Return whether the request creates a bucket, which never fails: it is part of a test's set-up."""
     return environ["REQUEST_METHOD"] == "PUT" and "/" not in environ["PATH_INFO"].strip("/")
 
 
 def _consume(environ: dict[str, Any]) -> None:
-    """Read the request to its end, so that the client gets the answer and not a broken pipe."""
+    """Read the request to its end, so that the client gets the response and not a broken pipe."""
     with contextlib.suppress(ValueError):
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
 

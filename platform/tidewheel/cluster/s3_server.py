@@ -1,10 +1,10 @@
-"""An S3-protocol server on loopback, for the demo and the tests: moto's, in a process of its own.
+"""moto's S3-protocol server on loopback in a separate process, for the demo and the tests.
 
     with S3Server() as server:
         store(server.create_bucket("demo")).write("key", b"...")
 
-While the block runs, the AWS variables point at it, so that this process and every process it starts
-(Ray nodes and their workers) talk to it. Objects live in the server's memory and go with it.
+During the block, the AWS variables point to the server, so this process and every process that it starts (Ray nodes and
+their workers) use it. Objects are in the server's memory and are lost when it ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tidewheel.errors import ClusterError, StorageError
 LOOPBACK = "127.0.0.1"
 REQUEST_SECONDS = 120.0
 """Deadline of a request to the server itself: generous, so that a loaded machine fails no test."""
-# The user's own values would mix with ours, so they are unset while the server runs.
+# Unset while the server runs, because the user's values would conflict with ours.
 SET_ASIDE = ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE",
              "AWS_SHARED_CREDENTIALS_FILE", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
 
-# The server picks a free port (no race), prints it, and ends when its standard input closes, which happens even
-# when this process is killed.
+# The server binds a free port (so there is no race), prints it, and ends when its standard input closes, which happens
+# even if this process is killed.
 _SERVE = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -55,14 +55,13 @@ class S3Server:
 
     Args:
         faults: makes the server fail at a share of its requests; None: never.
-        accept_all: True takes any credentials. False refuses every request that is not signed with a key the
-            server knows, and it knows none: for testing what refused access looks like.
+        accept_all: accept any credentials. False refuses every request, to test how refused access is reported.
 
     Attributes:
         endpoint: "http://127.0.0.1:PORT", also in AWS_ENDPOINT_URL.
 
     Raises:
-        ClusterError: on entering, when moto is not installed or the server does not start.
+        ClusterError: moto is not installed or the server does not start, when the block is entered.
     """
 
     def __init__(self, *, accept_all: bool = True, faults: Faults | None = None) -> None:
@@ -101,17 +100,17 @@ class S3Server:
             StorageError: the server refused the name.
         """
         request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # bypass proxies
         try:
             direct.open(request, timeout=REQUEST_SECONDS).close()
         except urllib.error.HTTPError as error:
-            if error.code != 409:  # 409: it is there already
+            if error.code != 409:  # 409: it exists already
                 raise StorageError(f"the server refused to create the bucket {name!r} (HTTP {error.code})",
                                    where=self.endpoint, fix="use 3 to 63 small letters, digits and dashes") from None
         return f"s3://{name}"
 
     def fault_counts(self) -> dict[str, int]:
-        """Return the number of requests so far, and of faults by kind; of a server with `faults`."""
+        """Return the number of requests so far and of faults by kind, for a server with `faults`."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(self.endpoint + COUNTS_PATH, timeout=REQUEST_SECONDS) as answer:
             return json.load(answer)
@@ -145,20 +144,20 @@ class S3Server:
         environment = dict(os.environ)
         environment.pop("INITIAL_NO_AUTH_ACTION_COUNT", None)
         if not self._accept_all:
-            environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"  # moto's name for: check every request
+            environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"  # moto's setting for: check every request
         code, arguments = _SERVE, [LOOPBACK]
         if self._faults is not None:
             code = _SERVE_FAULTY
             arguments.append(json.dumps(asdict(self._faults)))
         self._process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                         start_new_session=True)  # Ctrl-C is for us, not for it
+                                         start_new_session=True)  # so that Ctrl-C does not reach the server
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().strip()  # comes when it listens; "" when it died
-        if not said.isdigit():
+        port = self._process.stdout.readline().strip()  # printed once it listens; "" if it ended
+        if not port.isdigit():
             raise ClusterError("the S3-protocol server did not start", where=f"{sys.executable} (moto)",
                                fix="pip install --force-reinstall 'moto[server]', or use a folder: --storage local")
-        return int(said)
+        return int(port)
 
     def _point_environment_here(self) -> None:
         loopback = {LOOPBACK, "localhost"}

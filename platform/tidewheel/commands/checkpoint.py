@@ -21,14 +21,15 @@ def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_
     from tidewheel.errors import CheckpointError
     from tidewheel.storage import store
 
-    place = store(run)
-    saved = list_checkpoints(place.child("checkpoints"))
-    if not saved and not place.exists("run.json"):
+    run_store = store(run)
+    saved = list_checkpoints(run_store.child("checkpoints"))
+    if not saved and not run_store.exists("run.json"):
         raise CheckpointError("there is no run here: neither checkpoints nor run.json", where=run,
                               fix="give the URI of a run: run.uri and run.id of its configuration, such as runs/demo")
-    rows = [{"checkpoint": found.name, "step": found.step, "state": "complete" if found.complete else "partial",
-             "MB": round(found.bytes / 1e6, 2), "world size": found.world_size}
-            for found in saved]
+    rows = [{"checkpoint": checkpoint.name, "step": checkpoint.step,
+             "state": "complete" if checkpoint.complete else "partial",
+             "MB": round(checkpoint.bytes / 1e6, 2), "world size": checkpoint.world_size}
+            for checkpoint in saved]
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -49,12 +50,12 @@ def checkpoint_verify(
     from tidewheel.errors import CheckpointError
     from tidewheel.storage import store
 
-    place = store(run).child("checkpoints")
-    names = [name] if name else [found.name for found in list_checkpoints(place)]
+    checkpoints = store(run).child("checkpoints")
+    names = [name] if name else [info.name for info in list_checkpoints(checkpoints)]
     if not names:
         raise CheckpointError("no checkpoints", where=run, fix="give the URI of a run, as in --set run.uri=...")
-    problems = {each: verify_checkpoint(place, each) for each in names}
-    print("\n".join(f"{each}: {'; '.join(found) or 'intact'}" for each, found in problems.items()))
+    problems = {checkpoint: verify_checkpoint(checkpoints, checkpoint) for checkpoint in names}
+    print("\n".join(f"{checkpoint}: {'; '.join(info) or 'intact'}" for checkpoint, info in problems.items()))
     if damaged := sum(map(bool, problems.values())):
         raise CheckpointError(f"{damaged} of {len(names)} checkpoints are damaged", where=run,
                               fix="training skips damaged checkpoints and resumes from the newest intact one")
@@ -73,12 +74,12 @@ def checkpoint_digest(
 
     from tidewheel.checkpoint.digest import digest
 
-    found = digest(source)
+    result = digest(source)
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(result), indent=2))
         return 0
-    print(f"{found.checkpoint}: step {found.step}")
-    for name, value in {**found.groups, "state": found.state}.items():
+    print(f"{result.checkpoint}: step {result.step}")
+    for name, value in {**result.groups, "state": result.state}.items():
         print(f"{name:<10} {value}")
     return 0
 
@@ -106,8 +107,8 @@ def checkpoint_import(
     folder: Annotated[str, Parameter(help="Llama or Qwen 3 model in safetensors, as save_pretrained writes it.")],
     uri: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint.")],
     *,
-    vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to so many tokens, that of the shard "
-                                                          "set to train on.")] = None,
+    vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to this number of tokens: that of the "
+                                                          "shard set to train on.")] = None,
 ) -> int:
     """Convert a Hugging Face model to a checkpoint that training can start from, and print its settings."""
     from tidewheel.checkpoint.conversion import import_

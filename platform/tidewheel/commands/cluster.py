@@ -29,7 +29,7 @@ Server = Annotated[str | None, Parameter(
 JobId = Annotated[str, Parameter(help="Id of the job, as `tidewheel submit` printed it.")]
 Groups = Annotated[list[str] | None, Parameter(
     name="--group", negative="", consume_multiple=False, help="A node group, NAME[:NODES[:CPUS]][,RESOURCE=AMOUNT]; "
-    "may be given again: data:2, gpu-spot:1:1,accelerator=1. A name that ends in `spot` is a spot group.")]
+    "may be repeated: data:2, gpu-spot:1:1,accelerator=1. A name that ends in `spot` is a spot group.")]
 Labels = Annotated[list[str] | None, Parameter(
     negative="", consume_multiple=False, help="Label KEY=VALUE of every node; may be repeated.")]
 
@@ -65,17 +65,17 @@ def up(
 def status(*, name: Name = DEFAULT_NAME, as_json: AsJson = False) -> int:
     """Show node groups, nodes and jobs. Exit code 2 if no cluster is up."""
     state = _found(name)
-    found = background.ask(state, "status")
+    cluster_status = background.ask(state, "status")
     if as_json:
-        print(json.dumps({"address": state.address, "dashboard_url": state.dashboard_url, **found}, indent=2))
+        print(json.dumps({"address": state.address, "dashboard_url": state.dashboard_url, **cluster_status}, indent=2))
         return 0
     print(f"{name}: Ray {state.address}, job server {state.dashboard_url}, up for "
           f"{time.time() - state.created:,.0f} s")
-    _print_groups(found)
-    _print_nodes(found)
-    if found["jobs"]:
+    _print_groups(cluster_status)
+    _print_nodes(cluster_status)
+    if cluster_status["jobs"]:
         print_table([{"job": job["id"], "status": job["status"].lower(), "seconds": f"{_seconds(job):,.0f}",
-                      "command": job["entrypoint"][:90]} for job in found["jobs"][-10:]])
+                      "command": job["entrypoint"][:90]} for job in cluster_status["jobs"][-10:]])
     return 0
 
 
@@ -90,10 +90,10 @@ def add(
     from tidewheel.cluster.groups import parse_group, parse_labels
 
     state = _found(name)
-    wanted = [parse_group(text, labels=parse_labels(labels or ())) for text in group]  # check all before one starts
-    for each in wanted:
-        for node_id in background.add(state, each):
-            print(f"{node_id[:12]} joined, group {each.name}, {each.cpus:g} CPUs")
+    groups = [parse_group(text, labels=parse_labels(labels or ())) for text in group]  # check all before one starts
+    for parsed in groups:
+        for node_id in background.add(state, parsed):
+            print(f"{node_id[:12]} joined, group {parsed.name}, {parsed.cpus:g} CPUs")
     return 0
 
 
@@ -106,11 +106,11 @@ def drain(
 ) -> int:
     """Drain a node as a spot reclaim does: announce it, and end the node when the notice is over."""
     state = _found(name)
-    found = background.node_of(state, node)
-    answer = background.ask(state, "drain", node_id=found["node_id"], notice_seconds=notice, reason="tidewheel drain")
+    target = background.node_of(state, node)
+    answer = background.ask(state, "drain", node_id=target["node_id"], notice_seconds=notice, reason="tidewheel drain")
     if not answer["accepted"]:
-        raise ClusterError("Ray refuses to drain the node", where=found["node_id"][:12], fix="kill it instead")
-    print(f"{found['node_id'][:12]} (group {found['group']}) is draining and ends in {notice:g} s")
+        raise ClusterError("Ray refuses to drain the node", where=target["node_id"][:12], fix="kill it instead")
+    print(f"{target['node_id'][:12]} (group {target['group']}) is draining and ends in {notice:g} s")
     return 0
 
 
@@ -122,9 +122,9 @@ def kill(
 ) -> int:
     """SIGKILL a node's raylet and all its processes, as a power cut would."""
     state = _found(name)
-    found = background.node_of(state, node)
-    killed = background.ask(state, "kill", node_id=found["node_id"])["killed"]
-    print(f"{found['node_id'][:12]} (group {found['group']}) is gone, with {len(killed)} processes")
+    target = background.node_of(state, node)
+    killed = background.ask(state, "kill", node_id=target["node_id"])["killed"]
+    print(f"{target['node_id'][:12]} (group {target['group']}) is gone, with {len(killed)} processes")
     return 0
 
 
@@ -155,44 +155,45 @@ def submit(
     address: Server = None,
     working_dir: Annotated[str, Parameter(help="Folder of code to upload; '' for none.")] = ".",
     exclude: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Also leave out files "
-                       "that match, as in .gitignore; may be given again.")] = None,
+                       "that match, as in .gitignore; may be repeated.")] = None,
     include: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Upload files that match "
-                       "although they are ignored or may hold secrets; may be given again.")] = None,
+                       "although they are ignored or may hold secrets; may be repeated.")] = None,
     env_var: Annotated[list[str] | None, Parameter(name="--env", negative="", consume_multiple=False, help="KEY=VALUE "
-                       "for the job and its workers; may be given again. Not for secrets: whoever may list jobs sees "
+                       "for the job and its workers; may be repeated. Not for secrets: anyone who may list jobs sees "
                        "it.")] = None,
     job_id: Annotated[str, Parameter(name="--id", help="Id of the job; default: a new one.")] = "",
     driver: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="LABEL=CONDITION of the "
-                      "node that the driver runs on, ray.io/market-type=!spot for one; may be given again. Left out, "
-                      "it is the head, which clusters keep off spot nodes.")] = None,
+                      "node that the driver runs on, ray.io/market-type=!spot for one; may be repeated. Left out, it "
+                      "is the head, which clusters keep off spot nodes.")] = None,
     wait: Annotated[bool, Parameter(help="Show the job's log until it ends, and exit with its code.")] = True,
     dry_run: Annotated[bool, Parameter(negative="", help="Show what would be uploaded and run, then stop.")] = False,
 ) -> int:
     """Run a job on a Ray cluster: upload the code, start the job, show its log and exit with its code.
 
-    A lost connection is taken up again. Ctrl-C leaves the job running; `tidewheel job stop` ends it, after training has
-    saved. The exit code is the job's own, 143 when it was stopped.
+    The command reconnects when the connection is lost. Ctrl-C leaves the job running; `tidewheel job stop` ends it
+    after training has saved. The exit code is the job's own, or 143 if it was stopped.
     """
     from tidewheel.cluster.jobs import JobServer, Submission, command_of, server_address
 
     pairs = [text.partition("=") for text in env_var or ()]
     if wrong := [key for key, sep, _ in pairs if not sep or not key]:
         raise ConfigError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--env", fix="--env NAME=VALUE")
-    wanted = Submission(command_of(command, working_dir), working_dir, job_id, {key: value for key, _, value in pairs},
-                        exclude or (), include or (), labels=_selector(driver or ()),
-                        metadata={"submitted_by": "tidewheel"})
+    submission = Submission(command_of(command, working_dir), working_dir, job_id,
+                            {key: value for key, _, value in pairs},
+                            exclude or (), include or (), labels=_selector(driver or ()),
+                            metadata={"submitted_by": "tidewheel"})
     address = server_address(address)
-    uploaded = wanted.upload()
+    uploaded = submission.upload()
     if uploaded is not None:
         print_table(uploaded.rows(), to=console)
         console.print(uploaded.summary(), markup=False)
-    console.print(f"command: {wanted.command}", markup=False)
+    console.print(f"command: {submission.command}", markup=False)
     if dry_run:
         if uploaded is not None and uploaded.secrets:
             console.print(uploaded.left_out(), markup=False)
         return 0
     server = JobServer(address)
-    job = server.submit(wanted)
+    job = server.submit(submission)
     console.print(f"job {job} on {server.address}", markup=False)
     return _follow(server, job) if wait else 0
 
@@ -274,9 +275,9 @@ def _seconds(job: dict[str, Any]) -> float:
     return (job["ended"] or time.time()) - job["started"] if job["started"] else 0.0
 
 
-def _print_groups(found: dict[str, Any]) -> None:
+def _print_groups(cluster_status: dict[str, Any]) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
-    for node in found["nodes"]:
+    for node in cluster_status["nodes"]:
         groups.setdefault(node["group"] or "-", []).append(node)
     print_table([{"group": name, "alive": sum(node["state"] == "alive" for node in nodes),
                   "draining": sum(node["state"] == "draining" for node in nodes),
@@ -285,9 +286,9 @@ def _print_groups(found: dict[str, Any]) -> None:
                  for name, nodes in sorted(groups.items())])
 
 
-def _print_nodes(found: dict[str, Any]) -> None:
+def _print_nodes(cluster_status: dict[str, Any]) -> None:
     rows = []
-    for node in sorted(found["nodes"], key=lambda node: (not node["head"], node["group"], node["node_id"])):
+    for node in sorted(cluster_status["nodes"], key=lambda node: (not node["head"], node["group"], node["node_id"])):
         left = node["seconds_left"]
         resources = ", ".join(f"{name} {amount:g}" for name, amount in sorted(node["resources"].items())
                               if not name.startswith("node:"))

@@ -32,13 +32,13 @@ def data_run(
                                           "the report to. Run again with the same one to resume.")],
     set_: Overrides = None,
     address: Address = None,
-    fail_above: Annotated[float | None, Parameter(help="Fail if a larger share of the documents than this contains "
-                                                       "evaluation items; instead of the recipe's own.")] = None,
-    verify: Annotated[bool, Parameter(negative="", help="Also read what is already published, and rewrite what is "
-                                                        "damaged. Without it, what has its length counts as "
-                                                        "intact until it is read.")] = False,
+    fail_above: Annotated[float | None, Parameter(help="Fail if a larger share of the documents contains evaluation "
+                                                       "items. Overrides the recipe's setting.")] = None,
+    verify: Annotated[bool, Parameter(negative="", help="Also read published files, and rewrite damaged ones. Without "
+                                                        "it, a file with the right length counts as intact until it "
+                                                        "is read.")] = False,
     replace: Annotated[bool, Parameter(negative="", help="Replace the output of another recipe; "
-                                                         "`tidewheel data clean` removes what is left.")] = False,
+                                                         "`tidewheel data clean` removes the old files.")] = False,
     limit: Annotated[int | None, Parameter(help="Try it on a few documents: at most this many, the first of each "
                                                 "file, in proportion to its size (read.limit).")] = None,
     sample: Annotated[float | None, Parameter(help="Try it on a share of the documents, 0.01 for 1 %, chosen by the "
@@ -47,8 +47,8 @@ def data_run(
 ) -> int:
     """Run a data pipeline: documents in; packed shards, or documents for other tools, out.
 
-    What is published and intact from an earlier run is not computed again; a killed run is resumed by giving the
-    same command again, and ends with the same bytes.
+    Published, intact work of earlier runs is not computed again. To resume a killed run, give the same command again;
+    the output has the same bytes.
     """
     from tidewheel.config import load
     from tidewheel.data.config import PipelineConfig
@@ -139,7 +139,7 @@ def data_train_classifier(
     *,
     output: Annotated[str, Parameter(help="Path of the model, a .bin file in fastText's format.")],
     text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
-    keep: Annotated[float, Parameter(help="Share of ordinary documents that the threshold lets pass.")] = 0.1,
+    keep: Annotated[float, Parameter(help="Share of ordinary documents that the threshold keeps.")] = 0.1,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> int:
@@ -157,17 +157,17 @@ def data_train_classifier(
     from tidewheel.storage import absolute, split
 
     settings = build(TrainClassifier, {"keep": keep}, set_ or (), where="train-classifier")
-    place, name = split(output)
+    folder, name = split(output)
     sets = [read_texts(pattern, field=text) for pattern in (positive, negative)]
     trained = train_classifier(sets[0][0], sets[1][0], settings)
-    place.write(name, trained.model)
-    found = {"documents": [len(texts) for texts, _ in sets], "unusable": [bad for _, bad in sets],
-             "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality),
-             "label": HIGH_QUALITY, "output": output}
+    folder.write(name, trained.model)
+    figures = {"documents": [len(texts) for texts, _ in sets], "unusable": [bad for _, bad in sets],
+               "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality),
+               "label": HIGH_QUALITY, "output": output}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(figures, indent=2))
         return 0
-    for key, value in found.items():
+    for key, value in figures.items():
         if key != "output":
             print(f"{key.replace('_', ' '):<16}{f'{value:.6f}' if isinstance(value, float) else value}")
     print(f"model: {output}")
@@ -181,12 +181,12 @@ def data_train_tokenizer(
     *,
     vocabulary_size: Annotated[int, Parameter(help="Number of tokens, with the 256 bytes and special tokens.")],
     output: Annotated[str, Parameter(help="Path of the tokenizer.json.")],
-    sample_bytes: Annotated[int, Parameter(help="Text to train on: documents in order of their content's hash, until "
-                                                "so many bytes are there.")] = 100_000_000,
+    sample_bytes: Annotated[int, Parameter(help="Bytes of text to train on. Documents are taken in order of their "
+                                                "content's hash.")] = 100_000_000,
     text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
     special_token: Annotated[list[str] | None, Parameter(
         negative="", consume_multiple=False, help="A further special token, for chat templates. May be "
-                                                  "again.")] = None,
+                                                  "repeated.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Train a byte-level BPE tokenizer on a sample of documents.
@@ -196,16 +196,16 @@ def data_train_tokenizer(
     from tidewheel.data.tokenize.tokenizer_training import train_tokenizer
     from tidewheel.storage import split
 
-    place, name = split(output)
+    folder, name = split(output)
     made = train_tokenizer(inputs, field=text, vocabulary_size=vocabulary_size, sample_bytes=sample_bytes,
                            special_tokens=special_token or ())
-    place.write(name, made.tokenizer)
-    found = {**made.figures(), "output": output}
+    folder.write(name, made.tokenizer)
+    figures = {**made.figures(), "output": output}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(figures, indent=2))
         return 0
     if made.bytes_per_token is None:
-        found["bytes_per_token"] = "not measured: all text was trained on"
+        figures["bytes_per_token"] = "not measured: all text was trained on"
     print_table([{"what": key.replace("_", " "), "": f"{value:,}" if isinstance(value, int) else str(value)}
-                 for key, value in found.items()], title="tokenizer trained")
+                 for key, value in figures.items()], title="tokenizer trained")
     return 0

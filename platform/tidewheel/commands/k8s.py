@@ -32,11 +32,10 @@ class Rendering:
         help="Configuration of the training run or the pipeline; goes into the manifests, with --set.")] = None
     set_: Overrides = None
     component: Annotated[list[str] | None, Parameter(
-        negative="", consume_multiple=False, help="A folder of k8s/components, such as kueue. May be given "
-                                                  "again.")] = None
+        negative="", consume_multiple=False, help="A folder of k8s/components, such as kueue. May be repeated.")] = None
     argument: Annotated[list[str] | None, Parameter(
-        negative="", consume_multiple=False, help="A further argument of the job: --argument=--output=s3://bucket/"
-                                                  "clean. May be given again.")] = None
+        negative="", consume_multiple=False, help="A further argument of the job: "
+                                                  "--argument=--output=s3://bucket/clean. May be repeated.")] = None
     namespace: Annotated[str, Parameter(help="Namespace; default: tidewheel.")] = ""
     image: Annotated[list[str] | None, Parameter(
         negative="", consume_multiple=False, help="An image: tidewheel=registry/tidewheel:1.0, and tidewheel-cuda=... "
@@ -68,7 +67,7 @@ def k8s_render(
 ) -> int:
     """Render an overlay, components and a job with kustomize, including the run's configuration.
 
-    The pods that train are as many as the run may use: `elastic` divided by the workers that fit into one pod.
+    The number of training pods follows from `elastic` and the number of workers that fit into one pod.
     """
     from tidewheel.kubernetes import commands
 
@@ -76,8 +75,8 @@ def k8s_render(
     if output:
         from tidewheel.storage import split
 
-        place, name = split(output)
-        place.write(name, text.encode())
+        folder, name = split(output)
+        folder.write(name, text.encode())
         print(f"manifests: {output}")
     else:
         sys.stdout.write(text)
@@ -95,25 +94,25 @@ def k8s_lint(
 ) -> int:
     """Check manifests before you apply them. Exit code 2 if anything is wrong.
 
-    Schemas (closed: nothing unknown passes), what the KubeRay operator refuses, restricted Pod Security, network and
-    rights, names that lead nowhere, metrics that nobody measures; and with --config the pods against the run's workers,
-    batch and layout.
+    Check closed schemas, values that the KubeRay operator refuses, restricted Pod Security, network policies, roles,
+    references to missing objects, and metrics that nothing exports. With --config, also compare the pods with the run's
+    workers, batch and layout.
     """
     from tidewheel.kubernetes import commands
 
     if (overlay is None) == (file is None):
         raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", fix="run tidewheel k8s lint gpu")
     if file is not None:
-        found, checked = commands.lint_file(file, job=of.job, config=of.config, overrides=of.set_)
+        problems, checked = commands.lint_file(file, job=of.job, config=of.config, overrides=of.set_)
     else:
-        found, checked = commands.lint_rendered(of.request(str(overlay)))
+        problems, checked = commands.lint_rendered(of.request(str(overlay)))
     if as_json:
-        print(json.dumps([asdict(problem) for problem in found], indent=2))
-        return 2 if found else 0
-    for problem in found:
+        print(json.dumps([asdict(problem) for problem in problems], indent=2))
+        return 2 if problems else 0
+    for problem in problems:
         print(problem)
-    if found:
-        raise ConfigError(f"{len(found)} problem(s), listed above", where=file or str(overlay),
+    if problems:
+        raise ConfigError(f"{len(problems)} problem(s), listed above", where=file or str(overlay),
                           fix="correct the fields named there")
     print(f"{checked} objects: no problems")
     return 0

@@ -31,18 +31,18 @@ def logs(
 ) -> int:
     """Show the logs of a run's workers, coordinator, memory agents and evaluator, merged by time.
 
-    They are in the run's folder: this works while the run goes on, and when all of its machines are gone.
+    The logs are in the run's folder, so this works during the run and after all of its machines are gone.
     """
     from tidewheel.storage import store
     from tidewheel.train.logs.read import LineFilter, RunLogs, parse_since
 
-    place = store(run)
+    run_store = store(run)
     selection = LineFilter(rank, generation, parse_since(since) if since else 0.0, level)
-    logs = RunLogs(place)
+    logs = RunLogs(run_store)
     shown = 0
     over = False
     while not over:
-        over = not follow or place.exists("result.json")  # checked first, so that the last lines are not missed
+        over = not follow or run_store.exists("result.json")  # checked first, so that the last lines are not missed
         for line in logs.new(selection):
             print(json.dumps(line.as_json()) if as_json else printable_lines(line.as_text()), flush=follow)
             shown += 1
@@ -50,7 +50,7 @@ def logs(
             time.sleep(POLL_SECONDS)
     if not shown:
         if logs.is_empty:
-            _explain(run, place.exists("run.json"))
+            _explain(run, run_store.exists("run.json"))
         console.print(f"no line matches; there are lines of ranks {_listed(logs.ranks)} and generations "
                       f"{_listed(logs.generations)}", markup=False)
     return 0
@@ -60,18 +60,18 @@ def _explain(run: str, is_run: bool) -> None:
     """Raise the reason why there is no log.
 
     Raises:
-        ConfigError: no worker has logged, or this is no run.
+        ConfigError: no worker has logged, or the URI is not a run.
     """
     if is_run:
         raise ConfigError("no worker of this run has logged anything", where=run,
                           fix="a worker's log exists from its first line on; a run of an older version has none. "
                               "Its events are in events.jsonl")
-    raise ConfigError("this is no run: it has neither run.json nor logs/", where=run,
+    raise ConfigError("this is not a run: it has neither run.json nor logs/", where=run,
                       fix="give the folder RUN.URI/RUN.ID that `tidewheel train` wrote to, such as runs/demo")
 
 
 def _listed(numbers: set[int]) -> str:
-    """Return numbers as text, with ranges as 0-7."""
+    """Return numbers as text, with ranges such as 0-7."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

@@ -15,8 +15,8 @@ from tidewheel.printable import printable
 def clean(
     output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix of a pipeline's output.")],
     *,
-    unfinished: Annotated[bool, Parameter(negative="", help="Also remove the work of a run that was not finished and "
-                                                            "would go on with it.")] = False,
+    unfinished: Annotated[bool, Parameter(negative="", help="Also remove the work of an unfinished run, which that "
+                                                            "run would reuse.")] = False,
     dry_run: DryRun = False,
 ) -> int:
     """Remove unreferenced units and shards: those of earlier recipes and inputs, and of killed runs."""
@@ -40,24 +40,24 @@ def diff(
     """Compare two outputs: settings, versions, inputs, counts, and documents that only one has."""
     from tidewheel.data.diff import compare
 
-    found = compare(a, b)
+    difference = compare(a, b)
     if as_json:
-        print(json.dumps(found.canonical(), indent=2))
+        print(json.dumps(difference.canonical(), indent=2))
         return 0
-    if found.settings:
-        print_table([{"setting": name, "a": _shown(before), "b": _shown(now)} for name, before, now in found.settings],
-                    title="settings that differ")
+    if difference.settings:
+        print_table([{"setting": name, "a": _shown(before), "b": _shown(now)}
+                     for name, before, now in difference.settings], title="settings that differ")
     else:
         print("settings: the same")
-    if found.versions:
-        print_table([{"package": name, "a": _shown(before), "b": _shown(now)} for name, before, now in found.versions],
-                    title="versions that differ")
-    print("input files: " + ", ".join(f"{count:,} {what}" for what, count in found.inputs.items()))
+    if difference.versions:
+        print_table([{"package": name, "a": _shown(before), "b": _shown(now)}
+                     for name, before, now in difference.versions], title="versions that differ")
+    print("input files: " + ", ".join(f"{count:,} {what}" for what, count in difference.inputs.items()))
     print_table([{"count": row["count"], "a": _figure(row["a"]), "b": _figure(row["b"]),
-                  "difference": _figure((row["b"] or 0) - (row["a"] or 0), signed=True)} for row in found.counts],
+                  "difference": _figure((row["b"] or 0) - (row["a"] or 0), signed=True)} for row in difference.counts],
                 title="counts")
-    print(f"documents in both: {found.both:,}")
-    for name, moved, other in (("gained", found.gained, "a"), ("lost", found.lost, "b")):
+    print(f"documents in both: {difference.both:,}")
+    for name, moved, other in (("gained", difference.gained, "a"), ("lost", difference.lost, "b")):
         print(f"documents {name}: {moved.count:,}" + (
             f", such as {printable(', '.join(moved.examples))}" if moved.count else ""))
         for reason, count in moved.reasons.most_common(20):

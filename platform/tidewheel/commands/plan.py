@@ -1,4 +1,4 @@
-"""`tidewheel plan`: layouts for a cluster, and what failures cost."""
+"""`tidewheel plan`: layouts for a cluster, and the cost of failures."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def plan_layouts(
     sequence_length: Annotated[int | None, Parameter(help="Tokens of a sequence; default: the shard set's.")] = None,
     vocabulary_size: Annotated[int | None, Parameter(help="Default: the configuration's or the shard set's.")] = None,
     set_: Overrides = None,
-    assume: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Change what is assumed of "
-                      "the cluster, such as network_gbytes=25, price_per_gpu_hour=2.5 or failures.rate=llama3; "
-                      "docs/planning.md lists them. May be given again.")] = None,
+    assume: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Change what is assumed "
+                      "of the cluster, such as network_gbytes=25, price_per_gpu_hour=2.5 or failures.rate=llama3; "
+                      "docs/planning.md lists them. May be repeated.")] = None,
     top: Annotated[int, Parameter(help="Number of layouts to show.")] = 16,
     as_json: AsJson = False,
 ) -> int:
     """Rank the layouts of a model on a cluster by step time, with memory, MFU, communication, goodput and cost.
 
-    Nothing is started and no GPU is needed: docs/planning.md has the formulas. Exit code 2 when nothing fits.
+    This starts nothing and needs no GPU. docs/planning.md has the formulas. Exit code 2 if nothing fits.
     """
     from tidewheel.config import build, load
     from tidewheel.plan.hardware import ClusterConfig
@@ -45,13 +45,13 @@ def plan_layouts(
     from tidewheel.plan.summary import summary
 
     job, notes = tables.job_of(settings, vocabulary_size, sequence_length)
-    found = rank(job, cluster)
-    first = found.fitting[0] if found.fitting else None
+    ranking = rank(job, cluster)
+    first = ranking.fitting[0] if ranking.fitting else None
     whole = summary(job, first, cluster) if first else None
     if as_json:
-        print(json.dumps(tables.as_json(job, cluster, found, whole), indent=2))
+        print(json.dumps(tables.as_json(job, cluster, ranking, whole), indent=2))
     else:
-        tables.show(job, cluster, found, whole, notes=notes, top=top)
+        tables.show(job, cluster, ranking, whole, notes=notes, top=top)
     return 0 if first else 2
 
 
@@ -68,8 +68,8 @@ def plan_goodput(
 ) -> int:
     """Show the share of time not lost to failures, by size of the run, checkpoint interval and way to recover.
 
-    A simulation of the failures and recoveries of long runs; docs/goodput.md says what it assumes. With --run: how
-    near its prediction comes to real runs.
+    This simulates failures and recoveries of long runs; docs/goodput.md has the assumptions. With --run, it compares
+    predictions with real runs.
     """
     from dataclasses import asdict
 
@@ -90,8 +90,8 @@ def plan_goodput(
         from tidewheel.plan.plots import lost_figure
         from tidewheel.storage import split
 
-        place, name = split(plot)
-        place.write(name, lost_figure(rows).encode())
+        folder, name = split(plot)
+        folder.write(name, lost_figure(rows).encode())
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return 0

@@ -16,7 +16,8 @@ def preview(
     input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
                                          "below.")] = ".",
     output: Annotated[str, Parameter(help="Path of the page, an .html file.")] = "preview.html",
-    limit: Annotated[int, Parameter(help="Number of documents, at most: the first of each file, by its size.")] = 200,
+    limit: Annotated[int, Parameter(help="Maximum number of documents: the first ones of each file, in proportion to "
+                                         "its size.")] = 200,
     set_: Overrides = None,
 ) -> int:
     """Write a page that shows the effect of each filter on a few documents, with a slider per threshold."""
@@ -30,8 +31,8 @@ def preview(
     from tidewheel.report.preview import render
     from tidewheel.storage import split
 
-    place, name = split(output)
-    found = look(settings, input=input, limit=limit)
-    place.write(name, render(found, name=settings.name, input=input))
-    print(f"{output}: {len(found.documents):,} documents, {len(found.thresholds)} thresholds")
+    folder, name = split(output)
+    result = look(settings, input=input, limit=limit)
+    folder.write(name, render(result, name=settings.name, input=input))
+    print(f"{output}: {len(result.documents):,} documents, {len(result.thresholds)} thresholds")
     return 0

@@ -28,9 +28,9 @@ def score(
 ) -> int:
     """Score a file of answers with a reward: the mean, and why records have no score.
 
-    A failure is never a reward: a record without a reference, or whose answer takes too long to judge, has no score and
-    is not part of the mean. --set changes settings of the reward. Exit code 2 on too many failures; the results are
-    written.
+    A failure is never a reward: a record without a reference, or with an answer that takes too long to judge, has no
+    score and does not count in the mean. --set changes settings of the reward. Exit code 2 if too many records have no
+    score; the results are written anyway.
     """
     from tidewheel.config import build
     from tidewheel.rewards import KIND

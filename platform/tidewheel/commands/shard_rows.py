@@ -22,19 +22,21 @@ SHOWN_SEGMENTS, SHOWN_CHARACTERS = 4, 300
 """What is shown of a row that was not asked for by its number."""
 
 
-def print_summary(uri: str, told: dict[str, Any]) -> None:
-    """Print what `verify.inspect` found about a set."""
-    pairs = told["kind"] == "preferences"
+def print_summary(uri: str, summary: dict[str, Any]) -> None:
+    """Print the result of `verify.inspect` for a set."""
+    pairs = summary["kind"] == "preferences"
     lines = [
-        ("rows", f"{told['rows']:,} {'pairs' if pairs else 'packed sequences'} in {told['num_shards']:,} shards, "
-                 f"{told['bytes'] / 1e6:,.1f} MB"),
-        ("tokens", f"{told['tokens']:,} of {told['documents']:,} documents" + (
-            "" if pairs else f", {told['utilisation']:.2%} of {told['sequence_length']:,} a row")),
-        ("tokenizer", f"{told['tokenizer']['file']}, vocabulary {told['vocabulary_size']:,} ({told['token_dtype']})"),
-        ("loss mask", "on the answers" if pairs else "in each row" if told["loss_mask"] else "none: every token is "
+        ("rows", f"{summary['rows']:,} {'pairs' if pairs else 'packed sequences'} in {summary['num_shards']:,} shards, "
+                 f"{summary['bytes'] / 1e6:,.1f} MB"),
+        ("tokens", f"{summary['tokens']:,} of {summary['documents']:,} documents" + (
+            "" if pairs else f", {summary['utilisation']:.2%} of {summary['sequence_length']:,} a row")),
+        ("tokenizer", f"{summary['tokenizer']['file']}, vocabulary {summary['vocabulary_size']:,} "
+                      f"({summary['token_dtype']})"),
+        ("loss mask", "on the answers" if pairs else "in each row" if summary["loss_mask"] else "none: every token is "
                                                                                              "learnt"),
-        ("cleaned against", ", ".join(each["name"] for each in told["evaluation_sets"]) or "nothing"),
-        ("recipe", f"{told['recipe_hash']}; hash of the set {told['hash']}")]
+        ("cleaned "
+         "against", ", ".join(evaluation_set["name"] for evaluation_set in summary["evaluation_sets"]) or "nothing"),
+        ("recipe", f"{summary['recipe_hash']}; hash of the set {summary['hash']}")]
     print(printable(uri))
     for name, value in lines:
         print(f"  {name:<16}{printable(value)}")
@@ -58,11 +60,11 @@ def _console() -> Output:
 
 
 def _legend(masked: bool) -> Text:
-    told = Text.assemble(("<|name|>", SPECIAL), " a control token")
+    example = Text.assemble(("<|name|>", SPECIAL), " a control token")
     if masked:
-        told = Text.assemble(("+ a model learns to predict these tokens", LEARNT), "   ",
-                             ("- it only reads these", GIVEN), "   ", told)
-    return told
+        example = Text.assemble(("+ a model learns to predict these tokens", LEARNT), "   ",
+                                ("- it only reads these", GIVEN), "   ", example)
+    return example
 
 
 def row_lines(row: Row, *, whole: bool, width: int | None) -> Iterator[Text]:
@@ -79,8 +81,8 @@ def row_lines(row: Row, *, whole: bool, width: int | None) -> Iterator[Text]:
     count = f"{len(row.segments)} segment{'s' * (len(row.segments) != 1)}"
     yield Text(f"row {row.row}  {row.length:,}{filled} tokens{mask}, {count}  {row.id}", "bold")
     shown = row.segments if whole else row.segments[:SHOWN_SEGMENTS]
-    for number, segment in enumerate(shown):
-        colour = SEGMENT_COLOURS[number % len(SEGMENT_COLOURS)]
+    for index, segment in enumerate(shown):
+        colour = SEGMENT_COLOURS[index % len(SEGMENT_COLOURS)]
         yield Text(_heading(segment), f"bold {colour}")
         yield from _text_lines(segment, colour, row.masked, whole=whole, width=width)
     if len(shown) < len(row.segments):
@@ -96,17 +98,17 @@ def _heading(segment: Segment) -> str:
 
 
 def _text_lines(segment: Segment, colour: str, masked: bool, *, whole: bool, width: int | None) -> Iterator[Text]:
-    """The text, at the left of each line a bar in the segment's colour, and a sign for what is learnt."""
+    """Yield lines of text, each after a bar in the segment's colour and a sign that says whether it is learnt."""
     left = None if whole else SHOWN_CHARACTERS
     for learnt, parts in _runs(segment.parts):
         style = "" if not masked else LEARNT if learnt else GIVEN
         sign = "" if not masked else "+ " if learnt else "- "
         text = Text()
         for part in parts:
-            told = printable(part.text) if part.special else printable_lines(part.text)
-            clipped = told if left is None or part.special else told[:left]
+            shown_text = printable(part.text) if part.special else printable_lines(part.text)
+            clipped = shown_text if left is None or part.special else shown_text[:left]
             text.append(clipped, SPECIAL if part.special else style)
-            left = None if left is None else max(left - len(told), 0)
+            left = None if left is None else max(left - len(shown_text), 0)
             if left == 0:
                 break
         text.expand_tabs(4)
@@ -120,7 +122,7 @@ def _text_lines(segment: Segment, colour: str, masked: bool, *, whole: bool, wid
 
 
 def _runs(parts: Iterable[Part]) -> Iterator[tuple[bool, list[Part]]]:
-    """Neighbouring parts that are alike in the loss mask."""
+    """Yield groups of neighbouring parts that are equal in the loss mask."""
     run: list[Part] = []
     for part in parts:
         if run and run[0].learnt != part.learnt:

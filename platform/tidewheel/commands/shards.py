@@ -1,4 +1,4 @@
-"""`tidewheel shards`: look into packed shards, check them, follow a token."""
+"""`tidewheel shards`: inspect packed shards, verify them, trace a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidewheel.commands.options import AsJson
 from tidewheel.errors import ShardError
 from tidewheel.printable import printable
 
-app = cyclopts.App(name="shards", help="Look into packed shards and check them.")
+app = cyclopts.App(name="shards", help="Inspect and verify packed shards, and trace lineage.")
 
 
 @app.command
@@ -34,18 +34,18 @@ def inspect(
     if limit is not None and limit < 0:
         raise ShardError(f"{limit} rows cannot be shown", where="--limit", fix="give 0 or more")
     count = limit if limit is not None else 3 if row is None else 1
-    told = look(uri, row=row)
-    found = list(islice(show.rows(uri, first=row or 0, source=source), count)) if count and (
-        row is not None or told["rows"]) else []
+    summary = look(uri, row=row)
+    shown_rows = list(islice(show.rows(uri, first=row or 0, source=source), count)) if count and (
+        row is not None or summary["rows"]) else []
     if as_json:
-        rows = [each.canonical() for each in found]
+        rows = [shown_row.canonical() for shown_row in shown_rows]
         plain = row is not None and limit is None and source is None
-        print(json.dumps({**told, **rows[0]} if plain else {**look(uri), "rows_shown": rows}, indent=2))
+        print(json.dumps({**summary, **rows[0]} if plain else {**look(uri), "rows_shown": rows}, indent=2))
         return 0
     if row is None:
-        print_summary(uri, told)
-    print_rows(found, whole=row is not None)
-    if source is not None and count and not found:
+        print_summary(uri, summary)
+    print_rows(shown_rows, whole=row is not None)
+    if source is not None and count and not shown_rows:
         raise ShardError(f"no row{f' from {row} on' if row else ''} holds a document of source {source!r}", where=uri,
                          fix=show.sources_told(uri))
     return 0
@@ -71,7 +71,8 @@ def trace(
     uri: Annotated[str | None, Parameter(help="A shard set; with --run, where the run's set is now.")] = None,
     *,
     row: Annotated[int | None, Parameter(help="Row of the set, from 0; with --token.")] = None,
-    token: Annotated[int | None, Parameter(help="Token of the row, from 0: where it came from.")] = None,
+    token: Annotated[int | None, Parameter(help="Token of the row, from 0: show its document, file and "
+                                                "verdicts.")] = None,
     document: Annotated[str | None, Parameter(help="Id of a document: rows that hold it, or why it was dropped; "
                                                    "with --run also the steps that used it.")] = None,
     run: Annotated[str | None, Parameter(help="URI of a run.")] = None,
@@ -79,7 +80,7 @@ def trace(
     batch_row: Annotated[int | None, Parameter(help="Sequence of the step's global batch, from 0.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Lineage both ways: from a token or a step to documents and files, from a document to rows and steps."""
+    """Trace lineage: from a token or a step to documents and files, or from a document to rows and steps."""
     from tidewheel.shards import trace as of_set
     from tidewheel.train import trace as of_run
 
@@ -87,20 +88,20 @@ def trace(
                "batch_row": batch_row}
     given = {name for name, value in options.items() if value is not None}
     if run is not None and step is not None and given <= {"uri", "run", "step", "batch_row", "token"}:
-        found = of_run.trace_step(run, step, batch_row=batch_row, token=token, uri=uri)
-        lines = of_run.step_lines(found)
+        result = of_run.trace_step(run, step, batch_row=batch_row, token=token, uri=uri)
+        lines = of_run.step_lines(result)
     elif run is not None and document is not None and given <= {"uri", "run", "document"}:
-        found = of_run.trace_document_steps(run, document, uri=uri)
-        lines = of_run.document_step_lines(found)
+        result = of_run.trace_document_steps(run, document, uri=uri)
+        lines = of_run.document_step_lines(result)
     elif uri is not None and document is not None and given == {"uri", "document"}:
-        found = of_set.trace_document(uri, document)
-        lines = of_set.document_lines(found)
+        result = of_set.trace_document(uri, document)
+        lines = of_set.document_lines(result)
     elif uri is not None and row is not None and token is not None and given == {"uri", "row", "token"}:
-        found = of_set.trace_token(uri, row, token)
-        lines = of_set.token_lines(found)
+        result = of_set.trace_token(uri, row, token)
+        lines = of_set.token_lines(result)
     else:
-        raise ShardError("these options do not say what to trace", where="tidewheel shards trace",
+        raise ShardError("these options do not determine what to trace", where="tidewheel shards trace",
                          fix="give SET --row N --token N, SET --document ID, --run RUN --step N [--batch-row N "
                              "[--token N]], or --run RUN --document ID")
-    print(json.dumps(found, indent=2) if as_json else "\n".join(map(printable, lines)))
+    print(json.dumps(result, indent=2) if as_json else "\n".join(map(printable, lines)))
     return 0

@@ -18,17 +18,17 @@ def similar(
                                         "`tidewheel data run` reads.")],
     *,
     text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
-    id: Annotated[str, Parameter(help="Field with a document's id. Documents without it are named by their "
-                                      "content.")] = "id",
-    min_jaccard: Annotated[float | None, Parameter(help="Least estimated similarity; by default the one that the "
-                                                        "index was made with.")] = None,
+    id: Annotated[str, Parameter(help="Field with a document's id. The id of a document without it is the hash of its "
+                                      "text.")] = "id",
+    min_jaccard: Annotated[float | None, Parameter(help="Minimum estimated similarity; default: that of the "
+                                                        "index.")] = None,
     limit: Annotated[int, Parameter(help="Matches to print for each document of the file, the best first.")] = 5,
     as_json: AsJson = False,
 ) -> int:
     """Print the documents of a near-duplicate index that are like those in a file, with the estimated similarity.
 
-    The similarity is the share of equal values in two MinHash signatures, made as the index says. Documents that
-    near-deduplication dropped are in the index, too: `kept` tells.
+    The similarity is the share of equal values in two MinHash signatures, computed with the settings of the index. The
+    index also contains documents that near-deduplication dropped; the column `kept` is "no" for them.
     """
     from dataclasses import asdict
 
@@ -40,19 +40,20 @@ def similar(
     matches = opened.nearest(signed.signatures, min_jaccard=threshold, limit=limit)
     documents = list(zip(signed.ids, signed.lines, matches, strict=True))
     if as_json:
-        found = [{"id": identity, "line": line, "matches": [asdict(match) for match in some]}
-                 for identity, line, some in documents]
+        results = [{"id": identity, "line": line, "matches": [asdict(match) for match in document_matches]}
+                   for identity, line, document_matches in documents]
         print(json.dumps({"index": opened.uri, "indexed": len(opened), "min_jaccard": threshold,
-                          "unusable": signed.unusable, "documents": found}, indent=2))
+                          "unusable": signed.unusable, "documents": results}, indent=2))
         return 0
     rows = [{"document": identity, "line": line, "like": match.id, "similarity": f"{match.similarity:.4f}",
-             "kept": "yes" if match.kept else "no"} for identity, line, some in documents for match in some]
+             "kept": "yes" if match.kept else "no"}
+            for identity, line, document_matches in documents for match in document_matches]
     if rows:
         print_table(rows)
-    alike = sum(bool(some) for some in matches)
+    alike = sum(bool(document_matches) for document_matches in matches)
     print(f"{alike:,} of {len(documents):,} documents are like one of the {len(opened):,} in the index "
           f"(similarity {threshold:g} or more)")
     if signed.unusable:
-        told = ", ".join(f"{reason} {count:,}" for reason, count in signed.unusable.items())
-        console.print(f"records left out: {told}", markup=False)
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in signed.unusable.items())
+        console.print(f"records left out: {reasons}", markup=False)
     return 0

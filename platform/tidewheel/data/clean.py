@@ -100,7 +100,7 @@ def _referenced(output: Store, units: Sequence[str]) -> set[str]:
                                fix="run the pipeline again first") from None
         files = [KEY, manifest.tokenizer["file"], *(shard.name for shard in manifest.shards)]
         if manifest.waves:
-            files += [GROWING, *(growing.wave_key(number) for number in range(len(manifest.waves)))]
+            files += [GROWING, *(growing.wave_key(wave) for wave in range(len(manifest.waves)))]
         kept |= {f"{name}/{file}" for file in files}
     return kept
 

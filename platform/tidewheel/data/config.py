@@ -101,7 +101,7 @@ class PipelineConfig(Config):
         return step if step.formats else step.model_copy(update={"formats": (default,)})
 
     def recipe_hash(self) -> str:
-        """Return the hash of the settings that decide the result, without those that decide where it is computed."""
+        """Return the hash of the settings that decide the result, not of settings that decide where it is computed."""
         return recipe_hash({name: value for name, value in self.decisive().items() if name not in UNDECISIVE})
 
     def step(self, kind: str) -> Any:

@@ -222,8 +222,8 @@ def _ids(sets: Sequence[_Set]) -> Iterator[pa.Array]:
 def _packed_ids(folder: Store, manifest: Manifest) -> Iterator[pa.Array]:
     if manifest.kind == PACKED:
         shards = ShardSet.open(folder.uri)
-        for number in range(len(manifest.shards)):
-            yield shards.shard(number).batch.column("document_ids").flatten()
+        for shard in range(len(manifest.shards)):
+            yield shards.shard(shard).batch.column("document_ids").flatten()
     else:
         for batch in preferences.read_pairs(folder.uri):
             yield batch.column("document_id")

@@ -75,7 +75,7 @@ class Batch:
 
         column = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.large_string())
         count = len(column)
-        ids = pa.array([str(number) for number in range(count)], pa.string())
+        ids = pa.array([str(index) for index in range(count)], pa.string())
         return cls(pa.table({"id": ids, "text": column.cast(pa.large_string()),
                              "source": pa.array([""] * count, pa.string()),
                              "meta": pa.array(["{}"] * count, pa.string())}))

@@ -137,8 +137,8 @@ def _build(level: str, recorded: dict[str, list[list[Any]]], folder: Path) -> No
         kernel = kernel_tools.KERNELS[name]
         dispatcher = numba.njit(nogil=True)(kernel.py_func)  # without a cache
         forms = []
-        for number, arguments in enumerate(recorded[name]):
-            symbol = f"tidewheel_{name.removeprefix('tidewheel.').replace('.', '_')}_{number}"
+        for index, arguments in enumerate(recorded[name]):
+            symbol = f"tidewheel_{name.removeprefix('tidewheel.').replace('.', '_')}_{index}"
             result = _compile(dispatcher, tuple(_type(argument) for argument in arguments), symbol, whole)
             forms.append({"symbol": symbol, "arguments": arguments, "result": result})
         kernels[name] = {"digest": kernel.digest, "forms": forms}

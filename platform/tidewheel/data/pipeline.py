@@ -26,8 +26,8 @@ from tidewheel.data.stages import (
     dedup_near,
     dedup_url,
     empty,
-    hub_commits,
     ingest,
+    input_versions,
     near_index,
     origin,
     pack,
@@ -92,7 +92,7 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
 
 def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> PipelineSummary:
     _remove_partial_files(job)
-    hub_commits.record(job.store, job.commits)
+    input_versions.record(job.store, job.commits)
     replace.begin(job)
     ledger = Ledger()
     with placed(job.config.placement.selector):

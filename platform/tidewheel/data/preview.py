@@ -1,6 +1,6 @@
 """Apply each filter of a recipe to a few documents, in this process and without Ray or output.
 
-Each filter judges all documents, also those that an earlier one drops, so that thresholds can be changed afterwards.
+Each filter judges all documents, even documents that an earlier filter drops, so that thresholds can change later.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _settings_of_limits(settings: Filter) -> dict[tuple[str, str], str]:
 
 
 def _edited(table: pa.Table, judged: filters.Judged) -> pa.Table:
-    """Return the documents as edited by the filter, including those that it drops."""
+    """Return the documents as edited by the filter, including the dropped ones."""
     table = table.set_column(1, table.schema.field("text"), pa.chunked_array([judged.texts]))
     if judged.metas is not None:
         table = table.set_column(3, table.schema.field("meta"), pa.chunked_array([judged.metas]))

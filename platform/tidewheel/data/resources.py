@@ -34,11 +34,11 @@ def find(paths: Iterable[str], input: str) -> dict[str, str]:
     for path in sorted(set(paths)):
         standalone = "://" in path or path.startswith(("/", "~", PACKAGE))
         uri = path if standalone else join(input, path)
-        place, name = _locate(uri)
+        folder, name = _locate(uri)
         try:
-            references[path] = f"{place.hash(name)}@{uri if path.startswith(PACKAGE) else place.at(name)}"
+            references[path] = f"{folder.hash(name)}@{uri if path.startswith(PACKAGE) else folder.at(name)}"
         except FileNotFoundError:
-            raise InputError("there is no such file", where=place.at(name),
+            raise InputError("there is no such file", where=folder.at(name),
                              fix="correct the recipe; relative paths are below --input") from None
     return references
 
@@ -50,13 +50,13 @@ def read(reference: str) -> bytes:
         InputError: the file is missing.
         StorageError: the file has changed since the run began.
     """
-    place, name, expected = _open(reference)
+    folder, name, expected = _open(reference)
     try:
-        data = place.read(name)
+        data = folder.read(name)
     except FileNotFoundError:
-        raise InputError("there is no such file", where=place.at(name), fix="correct the recipe") from None
+        raise InputError("there is no such file", where=folder.at(name), fix="correct the recipe") from None
     if expected and content_hash(data) != expected:
-        raise _changed(place, name)
+        raise _changed(folder, name)
     return data
 
 
@@ -68,11 +68,11 @@ def local_path(reference: str) -> Iterator[Path]:
         InputError: the file is missing.
         StorageError: the file has changed since the run began.
     """
-    place, name, expected = _open(reference)
-    path = place.local_path(name)
+    folder, name, expected = _open(reference)
+    path = folder.local_path(name)
     if path is not None and path.is_file():
-        if expected and place.hash(name) != expected:
-            raise _changed(place, name)
+        if expected and folder.hash(name) != expected:
+            raise _changed(folder, name)
         yield path
         return
     with tempfile.NamedTemporaryFile(prefix="tidewheel-") as file:
@@ -123,6 +123,6 @@ def _locate(uri: str) -> tuple[Store, str]:
     return split(f"{spec.submodule_search_locations[0]}/{name}")
 
 
-def _changed(place: Store, name: str) -> StorageError:
-    return StorageError("the file has changed since the run began", where=place.at(name),
+def _changed(folder: Store, name: str) -> StorageError:
+    return StorageError("the file has changed since the run began", where=folder.at(name),
                         fix="run again, and do not change the recipe's files while it runs")

@@ -177,7 +177,7 @@ class SimilarityIndex:
                 ) -> list[list[Match]]:
         """Return the documents most similar to each signature, best first.
 
-        Every document is compared, not only those that share a band, so the result is complete for any threshold.
+        It compares every document, not only documents that share a band, so the result is complete for any threshold.
 
         Args:
             signatures: uint32 [n, k], from `signatures`.
@@ -221,8 +221,8 @@ class SimilarityIndex:
         Raises:
             InputError: the file is missing or cannot be read, or none of its records can be used.
         """
-        place, name = split(uri)
-        if not place.exists(name):
+        folder, name = split(uri)
+        if not folder.exists(name):
             raise InputError("there is no such file", where=uri, fix="give the path or URI of one file of documents")
         ids: list[str] = []
         lines: list[int] = []
@@ -230,7 +230,7 @@ class SimilarityIndex:
         signed = [np.zeros((0, self.settings.num_permutations), np.uint32)]
         config = ReadConfig(paths=(uri,), text=text, id=id)
         try:
-            for records in _groups(read_records(place, name, config), unusable):
+            for records in _groups(read_records(folder, name, config), unusable):
                 ids += [record.id for record in records]
                 lines += [record.line for record in records]
                 signed.append(self.signatures([record.text for record in records]))
@@ -321,9 +321,9 @@ def _settings(parameters: Mapping[str, object], where: str) -> DedupNearStep:
 
 
 def _matches(table: pa.Table, rows: np.ndarray, similarities: np.ndarray) -> list[Match]:
-    chosen = table.select(["id", "kept"]).take(pa.array(rows))
-    return [Match(*values) for values in zip(chosen["id"].to_pylist(), similarities.tolist(),
-                                             chosen["kept"].to_pylist(), strict=True)]
+    rows_of_table = table.select(["id", "kept"]).take(pa.array(rows))
+    return [Match(*values) for values in zip(rows_of_table["id"].to_pylist(), similarities.tolist(),
+                                             rows_of_table["kept"].to_pylist(), strict=True)]
 
 
 def _best(matches: list[Match], limit: int) -> list[Match]:

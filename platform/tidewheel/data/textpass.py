@@ -192,20 +192,20 @@ def measure(texts: text.Texts, asked: Measures | None = None, *, minhash: MinHas
     wants_words = hashes or minhash is not None
     wants_tokens = bool(asked.asked()) or not wants_words
     for part in _scan(data, offsets, wants_tokens, wants_words):
-        here = slice(part.first, part.last)
-        measured.tokens[here] = part.counts[:, kernels.TOKENS]
+        rows = slice(part.first, part.last)
+        measured.tokens[rows] = part.counts[:, kernels.TOKENS]
         if measured.token_counts is not None:
-            _token_counts(part, measured.token_counts[here])
+            _token_counts(part, measured.token_counts[rows])
         if measured.repetition is not None or measured.line_counts is not None:
             _lines(part, measured.repetition, measured.line_counts, asked.line_counts, tables)
         if rules is not None and measured.kept_lines is not None:
-            edits.append(_kept_lines(part, data, offsets, rules, measured.kept_lines[here]))
+            edits.append(_kept_lines(part, data, offsets, rules, measured.kept_lines[rows]))
         if measured.hashes is not None:
-            measured.hashes[here] = hashing.of_normalised(part.normalised, part.normalised_offsets, data,
+            measured.hashes[rows] = hashing.of_normalised(part.normalised, part.normalised_offsets, data,
                                                       offsets[part.first :])
         if minhash is not None and measured.signatures is not None and measured.shingles is not None:
-            mh.sign(part.words, part.word_offsets, minhash[0], mh.permutations(*minhash[1:]), measured.signatures[here],
-                    measured.shingles[here])
+            mh.sign(part.words, part.word_offsets, minhash[0], mh.permutations(*minhash[1:]), measured.signatures[rows],
+                    measured.shingles[rows])
     if rules is None:
         return measured
     return replace(measured, edited=pa.concat_arrays(edits) if edits else pa.array([], pa.large_string()))

@@ -26,10 +26,10 @@ def first_failing(statistics: Mapping[str, np.ndarray], limits: Mapping[str, tup
     import numpy as np
 
     verdict = np.zeros(len(next(iter(statistics.values()))), np.int64)
-    for number in range(len(rules), 0, -1):  # backwards, so that the first failing rule overwrites later ones
-        name, side, _ = rules[number - 1]
+    for rule in range(len(rules), 0, -1):  # backwards, so that the first failing rule overwrites later ones
+        name, side, _ = rules[rule - 1]
         values = statistics[name]
         limit = limits[name][side]
-        verdict[values < limit if side == LEAST else values > limit] = number
+        verdict[values < limit if side == LEAST else values > limit] = rule
     reasons = ("", *(reason for _, _, reason in rules))
-    return [reasons[number] for number in verdict.tolist()]
+    return [reasons[rule] for rule in verdict.tolist()]

@@ -105,10 +105,10 @@ def decode(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
 
 def without(table: pa.Table, dropped: Sequence[pa.Array | pa.ChunkedArray]) -> pa.Table:
     """Return the rows of `table` whose `id` is in none of the columns `dropped`."""
-    gone = [column for column in dropped if len(column)]
-    if not gone or not table.num_rows:
+    dropped_columns = [column for column in dropped if len(column)]
+    if not dropped_columns or not table.num_rows:
         return table
-    values = pa.chunked_array([chunk for column in gone for chunk in _chunks(column)], pa.string())
+    values = pa.chunked_array([chunk for column in dropped_columns for chunk in _chunks(column)], pa.string())
     return table.filter(pc.invert(pc.is_in(table["id"], value_set=values.combine_chunks())))
 
 

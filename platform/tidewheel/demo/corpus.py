@@ -1,12 +1,12 @@
-"""Real text that every machine with Python has, as a small messy web crawl would bring it.
+"""A corpus of real text from this machine's Python installation, as messy as a small web crawl.
 
-The prose of the docstrings of the standard library and of the packages Tidewheel needs, sources, help topics,
-bundled documents, licences and readmes. Licences are near-duplicates of each other by nature, vendored packages are
-exact ones, sources are what a quality filter has opinions about. A small evaluation set is planted in some
-documents, and a few records are broken on purpose: the demo shows what the pipeline makes of them.
+It consists of docstrings of the standard library and of Tidewheel's dependencies, source files, help topics, bundled
+documents, licences and readmes. Licences are near-duplicates of each other, vendored packages are exact duplicates, and
+source files fail quality filters. Some documents contain items of a small evaluation set, and a few records are broken
+on purpose, so that the demo shows how the pipeline handles them.
 
-The same Python environment gives the same bytes: order comes from hashes of ids, and no path outside the
-packages, time or host name gets in.
+The same Python environment gives the same bytes: hashes of ids determine the order, and the corpus contains no time, no
+host name and no path outside the packages.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tidewheel.demo.eval_items import QUESTIONS
 from tidewheel.storage import Store
 
 NUM_FILES = 16
-# Share of the corpus by source; what a source cannot fill goes to the package docstrings, which come last.
+# Share of the corpus by source. Package docstrings come last and fill the room that other sources leave.
 SHARES = {"licences": 0.16, "topics": 0.04, "bundled": 0.02, "readmes": 0.08, "sources": 0.05,
           "stdlib_docstrings": 0.15}
 PACKAGES = ("numpy", "torch", "ray", "pyarrow", "matplotlib", "pydantic", "pandas", "numba", "networkx", "fsspec",
             "sympy", "aiohttp", "rich", "cyclopts", "datasketch", "tokenizers", "botocore", "pip/_vendor")
 SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "__pycache__", "idle_test", "lib-dynload"})
 MIN_CHARACTERS, MAX_CHARACTERS = 200, 250_000
-NUM_HELD_OUT = 20  # evaluation items cut from documents that are then left out of the corpus
-PLANT_EVERY = 5  # of the evaluation items, one in five is planted nowhere: it must not be found
+NUM_HELD_OUT = 20  # number of evaluation items that are cut from documents; the corpus leaves these documents out
+PLANT_EVERY = 5  # one evaluation item in five is not planted, and decontamination must not find it
 LICENCE_NAMES = ("LICEN", "COPYING", "NOTICE", "AUTHORS")
 _DOCSTRING = re.compile(r'^[ \t]*[rRuU]{0,2}("""|\'\'\')(.*?)\1', re.S | re.M)
 _RULER = re.compile(r"^[ \t]*[-=~^*\"'#]{3,}[ \t]*\n", re.M)
 _LETTERS, _OTHER = re.compile(r"\b\d*[^\W\d]\w*"), re.compile(r"[^\w\s]+|\b\d+\b")
-MIN_ALPHABETIC = 0.8  # Gopher's share of tokens with a letter, here of a paragraph: prose passes, code does not
+MIN_ALPHABETIC = 0.8  # Gopher's share of tokens with a letter, applied to paragraphs: prose passes, code does not
 _SENTENCE = re.compile(r"(?<=\.\s|\n\n)([A-Z][a-z]+(?:[ \n]\w[\w,'-]*){15,28}\.)(?=\s)")
 
 
@@ -86,12 +86,12 @@ def build_corpus(store: Store, *, max_bytes: int = 8_000_000, seed: int = 0, bad
 
     Args:
         store: where to write; files of an earlier corpus are overwritten.
-        max_bytes: about this much text at most, in UTF-8 bytes.
-        seed: which documents are taken where there are more than fit, and where items are planted.
-        bad_records: also write five broken records (bad JSON, cut off, no text, text no string, not UTF-8).
+        max_bytes: approximate size limit of the text, in UTF-8 bytes.
+        seed: selects the documents if more exist than fit, and the places of planted items.
+        bad_records: also write five broken records (bad JSON, truncated, no text, text is not a string, not UTF-8).
 
     Raises:
-        StorageError: the store cannot be written.
+        StorageError: the store cannot be written to.
     """
     documents = _collect(max_bytes, seed)
     documents, items = _hold_out(documents, seed)
@@ -106,11 +106,11 @@ def build_corpus(store: Store, *, max_bytes: int = 8_000_000, seed: int = 0, bad
                       dict(sorted(counts.items())))
 
 
-# -- where the text comes from -----------------------------------------------------------------
+# -- sources of text ---------------------------------------------------------------------------
 
 
 def _collect(max_bytes: int, seed: int) -> list[_Document]:
-    """Documents of every source up to its share, sorted by id; ids are unique."""
+    """Return documents of every source up to its share, sorted by id; ids are unique."""
     sources = {"licences": _licences, "topics": _topics, "bundled": _bundled, "readmes": _readmes,
                "sources": _sources, "stdlib_docstrings": _stdlib_docstrings, "package_docstrings": _package_docstrings}
     taken: dict[str, _Document] = {}
@@ -136,7 +136,7 @@ def _topics(seed: int) -> Iterator[_Document]:
 
 
 def _bundled(seed: int) -> Iterator[_Document]:
-    """The interpreter's own text files: its licence, IDLE's help and news, turtle's demos, grammars."""
+    """Yield the interpreter's own text files: its licence, IDLE's help and news, turtle's demos, grammars."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in _shuffled(_files(root, ".txt", ".rst", ".html", ".md"), seed):
         text = _text(path)
@@ -153,9 +153,9 @@ def _stdlib_docstrings(seed: int) -> Iterator[_Document]:
 
 def _package_docstrings(seed: int) -> Iterator[_Document]:
     roots = [Path(entry) for entry in dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))]
-    found = {path: root for root in roots for name in PACKAGES for path in _files(root / name, ".py")}
-    for path in _shuffled(found, seed):
-        module = _module(path, found[path])
+    root_of = {path: root for root in roots for name in PACKAGES for path in _files(root / name, ".py")}
+    for path in _shuffled(root_of, seed):
+        module = _module(path, root_of[path])
         yield _Document(f"docstrings/{module.partition('.')[0]}/{module}", _docstrings(path), "docstrings")
 
 
@@ -166,44 +166,45 @@ def _sources(seed: int) -> Iterator[_Document]:
 
 
 def _licences(seed: int) -> Iterator[_Document]:
-    found = {f"licences/{name}/{path.relative_to(folder).as_posix()}": (path, licence)
+    files = {f"licences/{name}/{path.relative_to(folder).as_posix()}": (path, licence)
              for name, licence, folder, _ in _distributions() for path in sorted(folder.rglob("*"))
              if path.is_file() and any(mark in path.name.upper() for mark in LICENCE_NAMES)}
-    for key in _shuffled(found, seed):
-        yield _Document(key, _text(found[key][0]), "licences", found[key][1])
+    for key in _shuffled(files, seed):
+        yield _Document(key, _text(files[key][0]), "licences", files[key][1])
 
 
 def _readmes(seed: int) -> Iterator[_Document]:
-    found = {f"readmes/{name}": (text, licence) for name, licence, _, text in _distributions()}
-    for key in _shuffled(found, seed):
-        yield _Document(key, found[key][0], "readmes", found[key][1])
+    readmes = {f"readmes/{name}": (text, licence) for name, licence, _, text in _distributions()}
+    for key in _shuffled(readmes, seed):
+        yield _Document(key, readmes[key][0], "readmes", readmes[key][1])
 
 
 def _distributions() -> list[tuple[str, str, Path, str]]:
-    """(name, licence, dist-info folder, readme) of every installed package but ours, which changes as we work."""
+    """Return (name, licence, dist-info folder, readme) of every installed package but Tidewheel, which changes "
+      "often."""
     folders = {path.name: path for entry in sys.path if entry for path in sorted(Path(entry).glob("*.dist-info"))}
-    found = []
+    distributions = []
     for folder in (folders[name] for name in sorted(folders)):
         headers = HeaderParser().parsestr(_text(folder / "METADATA"))
         name = str(headers["Name"] or "").lower()
         if name and name != "tidewheel":
             licence = str(headers["License-Expression"] or headers["License"] or "").strip().partition("\n")[0][:60]
-            found.append((name, licence, folder, str(headers.get_payload())))
-    return found
+            distributions.append((name, licence, folder, str(headers.get_payload())))
+    return distributions
 
 
 def _files(root: Path, *suffixes: str) -> list[Path]:
-    """Files below `root` with one of the suffixes, without tests and generated ones."""
-    found = []
+    """Return the files below `root` with one of the suffixes, without tests and generated files."""
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-        found += [Path(folder, name) for name in names
+        files += [Path(folder, name) for name in names
                   if name.endswith(suffixes) and not name.startswith("_sysconfigdata")]  # generated: has our paths
-    return sorted(found)
+    return sorted(files)
 
 
 def _text(path: Path) -> str:
-    """The file's text, "" if it is missing or not UTF-8."""
+    """Return the file's text; "" if it is missing or not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -211,7 +212,7 @@ def _text(path: Path) -> str:
 
 
 def _docstrings(path: Path) -> str:
-    """The prose of all docstrings of a module, in order. Found by pattern, 30 times faster than `ast`."""
+    """Return the prose of all docstrings of a module, in order. A regular expression is 30 times faster than `ast`."""
     docs = (_RULER.sub("", inspect.cleandoc(match[2])) for match in _DOCSTRING.finditer(_text(path)))
     paragraphs = (paragraph.strip("\n") for doc in docs for paragraph in re.split(r"\n[ \t]*\n", doc))
     return "\n\n".join(paragraph for paragraph in paragraphs if _is_prose(paragraph))
@@ -227,7 +228,7 @@ def _module(path: Path, root: Path) -> str:
 
 
 def _shuffled(keys, seed: int) -> list:
-    """`keys` in an order that depends on the seed and each key's last parts alone, not on where Python is installed."""
+    """Return `keys` in an order that depends on the seed and each key's last parts, not on Python's location."""
     def rank(key: str | Path) -> str:
         name = "/".join(key.parts[-3:]) if isinstance(key, Path) else key
         return hashlib.blake2b(f"{seed}:{name}".encode()).hexdigest()
@@ -244,8 +245,8 @@ def _hold_out(documents: list[_Document], seed: int) -> tuple[list[_Document], l
     Returns:
         The documents that stay, and the evaluation items: invented questions and held-out sentences.
     """
-    items = [{"id": f"question-{number:02d}", "question": question, "answer": answer}
-             for number, (question, answer) in enumerate(QUESTIONS)]
+    items = [{"id": f"question-{index:02d}", "question": question, "answer": answer}
+             for index, (question, answer) in enumerate(QUESTIONS)]
     everything = "\n".join(_words(document.text) for document in documents)
     out: set[str] = set()
     for document in sorted(documents, key=lambda d: _rank(seed, "held-out", d.id)):
@@ -256,7 +257,7 @@ def _hold_out(documents: list[_Document], seed: int) -> tuple[list[_Document], l
         for match in _SENTENCE.finditer(document.text):
             sentence = " ".join(match[1].split())
             words = _words(sentence).split()
-            # every run of 8 words must be in this one document alone, or decontamination would rightly find others
+            # every 8-gram must be unique to this document, or decontamination would correctly flag other documents too
             grams = [" ".join(words[i:i + 8]) for i in range(len(words) - 7)]
             if len(words) >= 16 and all(everything.find(g, everything.find(g) + 1) < 0 for g in grams):
                 items.append({"id": f"sentence-{len(out):02d}", "text": sentence})
@@ -266,12 +267,12 @@ def _hold_out(documents: list[_Document], seed: int) -> tuple[list[_Document], l
 
 
 def _plant(documents: list[_Document], items: list[dict[str, str]], seed: int) -> tuple[list[str], dict[str, str]]:
-    """Put items, verbatim, between paragraphs of ordinary documents; returns their ids and {item: document}."""
+    """Insert items verbatim between paragraphs of documents; return the documents' ids and {item: document}."""
     hosts = [d for d in sorted(documents, key=lambda d: _rank(seed, "host", d.id))
              if d.source == "docstrings" and 1500 <= len(d.text) <= 30_000 and d.text.count("\n\n") >= 4]
     placed = {}
-    chosen = [item for number, item in enumerate(items) if number % PLANT_EVERY != PLANT_EVERY - 1]
-    for item, host in zip(chosen, hosts):
+    planted_items = [item for index, item in enumerate(items) if index % PLANT_EVERY != PLANT_EVERY - 1]
+    for item, host in zip(planted_items, hosts):
         passage = item.get("text") or f"{item['question']} {item['answer']}"
         paragraphs = host.text.split("\n\n")
         at = 1 + int(_rank(seed, "place", host.id), 16) % (len(paragraphs) - 1)
@@ -292,7 +293,7 @@ def _rank(seed: int, use: str, key: str) -> str:
 
 
 def _broken() -> list[bytes]:
-    """Records as crawls and exports break them; none must stop a pipeline, each must be told."""
+    """Return records broken as in real crawls and exports. A pipeline must report each one and not stop."""
     return [b'{"id": "broken/bad-json", "text": "the quote that never closes}\n',
             b'{"id": "broken/no-text", "source": "broken", "body": "the text is under another key"}\n',
             b'{"id": "broken/text-is-a-number", "text": 42, "source": "broken"}\n',
@@ -304,17 +305,17 @@ def _write_files(store: Store, documents: list[_Document], broken: list[bytes]) 
     parts: list[list[bytes]] = [[] for _ in range(NUM_FILES)]
     for document in documents:
         parts[int(_rank(0, "file", document.id), 16) % NUM_FILES].append(document.line())
-    for number, record in enumerate(broken):
-        lines = parts[(3 * number + 1) % NUM_FILES]
+    for index, record in enumerate(broken):
+        lines = parts[(3 * index + 1) % NUM_FILES]
         lines.insert(len(lines) // 2, record)
-    keys = [f"corpus/part-{number:05d}.jsonl" for number in range(NUM_FILES)]
+    keys = [f"corpus/part-{index:05d}.jsonl" for index in range(NUM_FILES)]
     for key, lines in zip(keys, parts):
         store.write(key, b"".join(lines))
     return keys
 
 
 def _write_evals(store: Store, items: list[dict[str, str]], placed: dict[str, str]) -> list[str]:
-    """Two benchmarks as their authors would publish them, and beside them (not for the pipeline) what is where."""
+    """Write two benchmarks in the usual form, and, outside the pipeline's input, which document holds which item."""
     keys = []
     for name in ("question", "sentence"):
         lines = [json.dumps(item).encode() + b"\n" for item in items if item["id"].startswith(name)]

@@ -1,4 +1,4 @@
-"""What goes wrong in the demo: a node is killed at 40 % of the training, and another joins after it."""
+"""The demo's disturbances: a node is killed at 40 % of the training, and another joins later."""
 
 from __future__ import annotations
 

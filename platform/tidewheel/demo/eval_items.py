@@ -1,4 +1,4 @@
-"""Invented questions for the demo's evaluation set: nothing in them exists, so no text can hold them by chance."""
+"""Invented questions for the demo's evaluation set. Everything in them is made up, so no text has them by chance."""
 
 from __future__ import annotations
 

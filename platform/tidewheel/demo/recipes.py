@@ -11,8 +11,8 @@ def recipe(name: str) -> str:
     Raises:
         FileNotFoundError: it is neither in the checkout nor in the installed package.
     """
-    here = Path(__file__).resolve()
-    for root in (here.parents[3], here.parent / "recipes"):
+    this_file = Path(__file__).resolve()
+    for root in (this_file.parents[3], this_file.parent / "recipes"):
         if (root / name).is_file():
             return str(root / name)
     raise FileNotFoundError(f"the recipe {name} is neither in the checkout nor in the installed package")

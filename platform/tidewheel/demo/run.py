@@ -23,7 +23,7 @@ NODES = 2
 
 
 def run_demo(*, output: str, storage: str = "folder", steps: int | None = None, disturb: bool = True) -> int:
-    """Run the whole way and print where the report is; the exit code is 0 only if the audit found every sequence.
+    """Run every step and print the path of the report. Return exit code 0 only if the audit found every sequence.
 
     Args:
         output: folder for what is written (with storage "s3": for the report).
@@ -61,7 +61,7 @@ def _folder(output: str) -> Path:
 
 @contextlib.contextmanager
 def _storage_root(kind: str, local: Path) -> Iterator[str]:
-    """The URI everything is written below; for "s3" a server on loopback runs as long as the block does."""
+    """Yield the URI to write to; for "s3", run a server on loopback during the block."""
     if kind == "folder":
         yield str(local)
         return
@@ -85,7 +85,7 @@ def _corpus(uri: str) -> None:
 
 
 def _on_cluster(pipeline: PipelineConfig, training: TrainConfig, root: str, disturb: bool) -> None:
-    """Start a cluster, run the pipeline and the training on it, and stop it whatever happens."""
+    """Start a cluster, run the pipeline and the training on it, and always stop it."""
     from tidewheel.cluster.local import LocalCluster
     from tidewheel.cluster.session import session
 
@@ -130,7 +130,7 @@ def _training(config: TrainConfig, cluster: Any, disturb: bool) -> None:
 
 
 def _result(run: str, data: str) -> bool:
-    """Print what came out; True if the audit is clean."""
+    """Print the results; return whether the audit is clean."""
     from tidewheel.jsonlog import read
     from tidewheel.train.audit import audit
 
@@ -143,14 +143,14 @@ def _result(run: str, data: str) -> bool:
     sizes = [event["detail"].get("world_size") for event in read(storage.store(run), "events.jsonl")
              if event["kind"] in ("start", "resume")]
     console.print(f"world sizes: {' -> '.join(str(size) for size in sizes if size)}")
-    found = audit(run)
-    console.print(f"audit: {found.summary()}", markup=False)
+    audited = audit(run)
+    console.print(f"audit: {audited.summary()}", markup=False)
     console.print(f"sample: {result.get('sample', '')!r}", markup=False)
-    return found.ok
+    return audited.ok
 
 
 def _report(run: str, data: str, local: Path) -> str:
-    """The report's path on this machine; what lies on a server that ends with the demo is copied."""
+    """Return the report's path on this machine. Copy it from a server that ends with the demo."""
     from tidewheel.report.run import write_run_report
 
     where = write_run_report(run, data)

@@ -102,10 +102,10 @@ class AgentSupervisor:
             self._changed.wait(RETRY_SECONDS)
             self._changed.clear()
             with self._lock:
-                gone = self._gone
+                lost_nodes = self._gone
                 self._gone = set()
                 missing = self._requested - self._addresses.keys()
-            for node in gone:
+            for node in lost_nodes:
                 self._agents.lost(node)
             if missing and not self._ended:
                 self._start(missing)

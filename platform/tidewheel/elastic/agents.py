@@ -54,8 +54,7 @@ class AgentActor:
         self._log.close()
 
     def _leave(self) -> None:
-        """End the process, unless the driver that stopped the agent kills the actor first: Ray counts that as orderly.
-        """
+        """End the process. If the driver kills the actor first, Ray does not report a failure."""
         logger.info("the memory agent ends")
         self._log.close()
         time.sleep(LEAVE_SECONDS)
@@ -83,7 +82,7 @@ class Agents:
         return self._token
 
     def on(self, node_ids: Iterable[str], seconds: float = START_SECONDS) -> dict[str, Address]:
-        """Return the agents of these nodes by node id, and start those that are missing.
+        """Return the agents of these nodes by node id, and start missing agents.
 
         A node whose agent does not respond within `seconds` is left out: it is dying, or has no shared memory.
         """

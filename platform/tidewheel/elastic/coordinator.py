@@ -167,7 +167,7 @@ class Coordinator:
 
         Args:
             workers: node id by worker name.
-            anew: they are a new group, and the old group's workers are gone.
+            anew: the workers are a new group, and the old group's workers no longer exist.
         """
         if self._agents is not None:
             self._agents.want(workers.values())
@@ -371,9 +371,9 @@ class Coordinator:
         generation = self._membership.generation
         if slow is None or generation is None:
             return detail
-        worker, others = slow
+        worker, num_others = slow
         ratio = 1 + float(detail["over"])
-        verdict = judge(self._elastic.slow_worker, ratio, size=len(generation.members), others=others,
+        verdict = judge(self._elastic.slow_worker, ratio, size=len(generation.members), others=num_others,
                         sizes=self._membership.sizes)
         if verdict.leave:
             self._membership.avoid(worker.node)
@@ -479,12 +479,12 @@ class Coordinator:
 
     def _note_nodes(self, known: dict[str, Node], now: dict[str, Node]) -> None:
         self._membership.drain(node_id for node_id, node in now.items() if node.draining)
-        gone = known.keys() - now.keys()
+        lost = known.keys() - now.keys()
         if self._agents is not None:
-            for node in gone:
+            for node in lost:
                 self._agents.lost(node, for_good=True)
         for worker in list(self._membership.workers.values()):
-            if worker.node in gone:
+            if worker.node in lost:
                 self.fence(worker.name)
                 self._membership.lost(worker.name, f"node {known[worker.node].host} is gone", time.monotonic())
 

@@ -76,7 +76,7 @@ class Membership:
         Args:
             names: names of the workers; a mapping names their nodes too.
             now: the time.
-            anew: they are a new group, and the old group's workers are gone.
+            anew: the workers are a new group, and the old group's workers no longer exist.
         """
         if anew:
             if self.generation is not None and self.generation.ended_at is None:

@@ -28,10 +28,10 @@ def choose(available: Sequence[Worker], size: int, previous: Sequence[str], tens
     ranked = sorted(available, key=lambda worker: (order.get(worker.name, len(order)), worker.spot))
     if tensor > 1:
         ranked = _whole_groups_first(ranked, tensor)
-    chosen = ranked[:size]
-    if all(worker.spot for worker in chosen):
-        chosen = _with_one_that_stays(chosen, ranked[size:], tensor)
-    by_node = _by_node(chosen)
+    selected = ranked[:size]
+    if all(worker.spot for worker in selected):
+        selected = _with_one_that_stays(selected, ranked[size:], tensor)
+    by_node = _by_node(selected)
     nodes = sorted(by_node, key=lambda node: by_node[node][0].spot)
     whole = {node: len(by_node[node]) // tensor * tensor for node in nodes}
     in_groups = [worker for node in nodes for worker in by_node[node][:whole[node]]]
@@ -69,14 +69,14 @@ def _whole_groups_first(ranked: Sequence[Worker], tensor: int) -> list[Worker]:
         rest += workers[whole:]
     position = {worker.name: index for index, worker in enumerate(ranked)}
     groups.sort(key=lambda group: position[group[0].name])
-    return [worker for group in groups for worker in group] + sorted(rest, key=lambda each: position[each.name])
+    return [worker for group in groups for worker in group] + sorted(rest, key=lambda worker: position[worker.name])
 
 
-def _with_one_that_stays(chosen: list[Worker], others: Sequence[Worker], tensor: int) -> list[Worker]:
+def _with_one_that_stays(selected: list[Worker], others: Sequence[Worker], tensor: int) -> list[Worker]:
     """Replace the last chosen workers by some that include one on a node that stays, if there is one."""
     staying = next((worker for worker in others if not worker.spot), None)
     if staying is None:
-        return chosen
+        return selected
     neighbours = [worker for worker in others if worker.node == staying.node][:tensor]
     replacing = neighbours if len(neighbours) == tensor else [staying]
-    return chosen[:len(chosen) - len(replacing)] + replacing
+    return selected[:len(selected) - len(replacing)] + replacing

@@ -34,6 +34,7 @@ from tidewheel.train.config import ElasticConfig
 TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # Ray: 2. How soon a lost worker is replaced
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the coordinator handles drains: it saves before the deadline
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the run's logs/ keep what is printed; Ray would make it a record as well
 }
 """Settings of Ray Train for the driver, the controller and the workers, where the user has not set them."""
 
@@ -140,7 +141,7 @@ class ElasticController(TrainController):
                  **ray_train: Any) -> None:
         workers: Any = Workers(elastic, sizes, coordinator)
         self.worker_group_cls = workers  # the controller only calls `create` on it
-        # Ray Train's callbacks serve Ray Data, placement groups and reports, none of which the workers use.
+        # Ray Train's callbacks serve Ray Data, placement groups and reports. The workers use none of them.
         own: dict[str, Any] = {"scaling_policy": AutoscalerRequests(scaling), "failure_policy": RunFailures(workers),
                                "callbacks": []}
         super().__init__(**{**ray_train, **own})
@@ -174,10 +175,10 @@ class ElasticTrainer(DataParallelTrainer):
         self._controller: Any = None
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **train_environment()}
         actor: Any = ray.remote(ElasticController)
-        actor = actor.options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": environment})
+        actor = actor.options(num_cpus=0, scheduling_strategy=on_this_node, runtime_env={"env_vars": environment})
         self._controller = actor.remote(elastic=self._elastic, sizes=self._sizes, coordinator=self._coordinator,
                                         scaling=self._scaling, **controller_init_kwargs)
         ray.get(self._controller.run.remote())

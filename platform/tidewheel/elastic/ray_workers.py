@@ -144,7 +144,7 @@ class Workers:
         Args:
             train_run_context: Ray Train's settings of the run.
             worker_group_context: Ray Train's settings of the group; the number of workers in it is the largest.
-            callbacks: Ray Train's callbacks for groups, none of which applies.
+            callbacks: Ray Train's callbacks for groups; unused.
 
         Raises:
             ClusterError: there was no room, or no worker came up, for `elastic.start_timeout_seconds`.
@@ -196,18 +196,18 @@ class Workers:
         return since
 
     def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:
-        """Start processes beside `workers` until there are `size`; return those that came up."""
+        """Start processes in addition to `workers`, up to `size` in all; return the processes that started."""
         held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
         missing = size - len(held)
         avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
-        places = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
-        if avoided and not layout.largest_fit(self.sizes, len(held) + len(places)):
-            places = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
-        self.start_on(places)
+        node_ids = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
+        if avoided and not layout.largest_fit(self.sizes, len(held) + len(node_ids)):
+            node_ids = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
+        self.start_on(node_ids)
         return self._come_up(size - len(workers))
 
     def _come_up(self, requested: int) -> list[Worker]:
-        """Wait until `requested` of the starting processes are up, or for START_SECONDS; return those that are."""
+        """Wait until `requested` processes have started, for START_SECONDS at most; return the started ones."""
         workers: list[Worker] = []
         until = time.monotonic() + START_SECONDS
         while self.starting and len(workers) < requested and time.monotonic() < until:
@@ -216,7 +216,7 @@ class Workers:
         return workers
 
     def take_started(self) -> list[Worker]:
-        """Take the processes that are up out of the starting ones, and end those that take too long."""
+        """Remove started processes from the starting ones, and end the processes that take too long."""
         now = time.monotonic()
         up: list[Worker] = []
         waiting: list[Starting] = []
@@ -234,11 +234,11 @@ class Workers:
         self.starting = waiting
         return up
 
-    def start_on(self, places: list[str]) -> None:
-        """Start a process on the node of each id in `places`; do not wait for it."""
+    def start_on(self, node_ids: list[str]) -> None:
+        """Start a process on the node of each id in `node_ids`; do not wait for it."""
         options = {**actor_resources(self.elastic.needs), "runtime_env": {"env_vars": train_environment()}}
         remote: Any = ray.remote(**options)(ElasticRayTrainWorker)
-        for node in places:
+        for node in node_ids:
             actor = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
             self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic()))
 
@@ -252,13 +252,13 @@ class Workers:
             settle_seconds: longest wait until Ray has noticed dead nodes.
             avoided: ids of nodes on which no worker shall be started.
         """
-        places: list[str] = []
+        node_ids: list[str] = []
         if requested > 0:
             usable = nodes.usable(self.elastic.placement.selector, settle_seconds)
             for node in sorted(usable, key=lambda node: node.spot):  # rank 0 belongs on a node that stays
                 if node.node_id not in avoided:
-                    places += [node.node_id] * max(0, self._slots(node) - taken[node.node_id])
-        return places[:requested]
+                    node_ids += [node.node_id] * max(0, self._slots(node) - taken[node.node_id])
+        return node_ids[:requested]
 
     def _slots(self, node: Node) -> int:
         return layout.slots([node.resources], self.elastic.needs)
@@ -329,7 +329,7 @@ class ElasticWorkerGroup:
         return WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses)))
 
     def shutdown(self) -> None:
-        """End the processes, or leave those that answer to the next group."""
+        """End the processes, but leave responsive ones for the next group."""
         self.pool.end_starting()
         keep = self.pool.keep
         self.pool.keep = False
@@ -424,11 +424,11 @@ class ElasticWorkerGroup:
         self._look_at = now + LOOK_SECONDS
         avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
         staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
-        there = Counter(worker.node for worker in self.workers)
-        taken = there + Counter(process.node for process in self.pool.starting)
+        running = Counter(worker.node for worker in self.workers)
+        taken = running + Counter(process.node for process in self.pool.starting)
         # a slow start may mean that others use its node too: do not count on it
         quick = [process.node for process in self.pool.starting if now - process.began < START_SECONDS]
-        expected = there + Counter(quick)
+        expected = running + Counter(quick)
         requested = self.pool.most - sum(count for node, count in expected.items() if node in staying)
         if now >= self.pool.start_again_at and requested > 0:
             self.pool.start_on(self.pool.free_places(taken, requested, avoided=avoided))

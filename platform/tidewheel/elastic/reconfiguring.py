@@ -1,4 +1,4 @@
-"""A default process group that lasts as long as the process: torch 2.14 and later connect it anew for each generation.
+"""A default process group that lasts as long as the process: torch 2.14 and later reconnect it in each generation.
 
 `torch.distributed._reconfigure` gives a group new peers. The group is made once per process, and a generation only
 connects it. Each rank puts the group's handle into the generation's store; the order of the handles gives the ranks

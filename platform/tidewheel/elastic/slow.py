@@ -34,7 +34,7 @@ def judge(policy: Literal["ignore", "report", "replace"], ratio: float, *, size:
         return SlowVerdict(False, f"elastic.slow_worker is {policy}")
     rest = largest_fit(sizes, others)
     if not rest:
-        return SlowVerdict(False, f"{others} other worker(s) are no legal number")
+        return SlowVerdict(False, f"{others} other worker(s) are not a legal number")
     if rest < size and size / rest >= ratio:
         return SlowVerdict(False, f"{rest} instead of {size} workers would be slower still")
-    return SlowVerdict(True, f"{rest} of {others} other worker(s) go on without it")
+    return SlowVerdict(True, f"{rest} of {others} other worker(s) continue without it")

@@ -64,14 +64,14 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     if not all(environment.get(name) for name in VARIABLES):
         return None
     numbers = {name: _number(name, environment[name]) for name in VARIABLES if name != "MASTER_ADDR"}
-    here = environment.get("LOCAL_WORLD_SIZE")
-    found = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"],
-                  _number("LOCAL_WORLD_SIZE", here) if here else None)
-    if found.rank >= found.world_size or found.local_rank > found.rank:
-        raise ConfigError(f"RANK {found.rank}, LOCAL_RANK {found.local_rank} and WORLD_SIZE {found.world_size} do not "
-                          "fit each other", where="environment",
+    local_size = environment.get("LOCAL_WORLD_SIZE")
+    result = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"],
+                   _number("LOCAL_WORLD_SIZE", local_size) if local_size else None)
+    if result.rank >= result.world_size or result.local_rank > result.rank:
+        raise ConfigError(f"RANK {result.rank}, LOCAL_RANK {result.local_rank} and WORLD_SIZE {result.world_size} "
+                          "do not fit each other", where="environment",
                           fix="start with torchrun, or unset RANK to train without it")
-    return found
+    return result
 
 
 def split_groups(where: Place, tensor: int) -> int:
@@ -83,11 +83,11 @@ def split_groups(where: Place, tensor: int) -> int:
         where: this process's place.
         tensor: ranks of a group.
     """
-    here = where.local_world_size
-    if not here:
+    per_node = where.local_world_size
+    if not per_node:
         return 0
     firsts = range(0, where.world_size, tensor)
-    return sum(first // here != (first + tensor - 1) // here for first in firsts)
+    return sum(first // per_node != (first + tensor - 1) // per_node for first in firsts)
 
 
 def _number(name: str, value: str) -> int:
@@ -112,7 +112,7 @@ def device_of(where: Place, name: str = "") -> torch.device:
     from tidewheel.train.local_device import local_device
 
     if name not in ("", "cpu"):
-        raise ConfigError(f"each of torchrun's ranks takes the GPU of its local rank, not {name!r}", where="--device",
+        raise ConfigError(f"each torchrun rank uses the GPU of its local rank, not {name!r}", where="--device",
                           fix="leave it out, or give cpu; CUDA_VISIBLE_DEVICES chooses GPUs")
     if name == "cpu" or not torch.cuda.is_available():
         return local_device("cpu")
@@ -166,7 +166,7 @@ def fit_ranks(run: Run | TrainConfig, where: Place, *, device: torch.device | st
         raise ClusterError(f"rank {where.rank} of {where.world_size} ends because another rank ended or does not "
                            f"respond ({outcome.text})", where="torchrun",
                            fix="see the first failure in torchrun's report; the same command resumes from the newest "
-                               "checkpoint, and torchrun --max-restarts gives it by itself") from error
+                               "checkpoint, and torchrun --max-restarts repeats it automatically") from error
     finally:
         with contextlib.suppress(RuntimeError):  # a group whose peers are gone cannot be torn down in order
             group.close()

@@ -291,7 +291,7 @@ class LocalControl(Control):
 
 
 def _sizes(config: TrainConfig) -> tuple[int, ...]:
-    """Return the legal numbers of workers, at least one of which fits now.
+    """Return the legal numbers of workers; at least one of them fits now.
 
     Raises:
         ClusterError: the cluster is too small for the smallest of them.
@@ -302,14 +302,14 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
     sizes = layout.sizes(config)
     selector = elastic.placement.selector
     offers = [node.resources for node in nodes.usable(selector)]
-    places = layout.slots(offers, elastic.needs)
-    if places < sizes[0] and not can_grow(START_SECONDS):
+    slots = layout.slots(offers, elastic.needs)
+    if slots < sizes[0] and not can_grow(START_SECONDS):
         needs = _listed(elastic.needs)
         offered = [_listed({name: offer.get(name, 0.0) for name in elastic.needs}) for offer in offers]
         has = "; ".join(offered) or "no nodes"
         mesh = f" for {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""
         raise ClusterError(f"{sizes[0]} worker(s) of {needs} each{mesh} do not fit: the cluster's "
-                           f"{len(offers)} node(s){with_labels(selector)} ({has}) have room for {places}",
+                           f"{len(offers)} node(s){with_labels(selector)} ({has}) have room for {slots}",
                            where="elastic.min_workers",
                            fix="lower elastic.min_workers or cpus_per_worker, "
                            + ("make the mesh smaller, " if mesh else "")
@@ -332,17 +332,17 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
 
     run_uri = config.run_uri
     name = actor_name(run_uri)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(Coordinator)
     until = time.monotonic() + TAKEN_SECONDS
     actor = None
     while actor is None:
         try:
             actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
-                                   scheduling_strategy=here).remote(
+                                   scheduling_strategy=on_this_node).remote(
                                           run_uri, config.elastic, sizes, epoch=epoch,
                                           memory_tier=bool(config.checkpoint.memory_tier.every_steps),
-                                          log=LogTarget.of(config), node=here.node_id,
+                                          log=LogTarget.of(config), node=on_this_node.node_id,
                                           tensor=config.parallel.tensor)
         except ValueError:  # the name is taken
             if time.monotonic() > until:

@@ -62,24 +62,24 @@ class Evaluator:
 
     Raises:
         CheckpointError: no checkpoint can be read.
-        ConfigError: the run has no validation set and none is given, or a set has another vocabulary.
+        ConfigError: the run has no validation set and the caller gave none, or a set has another vocabulary.
         ShardError: a validation set cannot be read.
     """
 
     def __init__(self, uri: str, *, data: Mapping[str, str] | None = None, sequences: int | None = None,
                  device: str = "") -> None:
-        run, place, name = locate(uri)
-        self._manifest = read_manifest(place, name)
-        model, vocabulary_size = conversion.model_of(self._manifest, place.at(name))
+        run, checkpoints, name = locate(uri)
+        self._manifest = read_manifest(checkpoints, name)
+        model, vocabulary_size = conversion.model_of(self._manifest, checkpoints.at(name))
         self._config = _config(run, self._manifest, as_json(model), data, sequences)
         if not self._config.data.validation_sets:
             raise ConfigError("the run has no validation set", where=run.uri,
                               fix="give one: --data URI, the validation/ folder that a pipeline wrote")
-        chosen = local_device(device)
-        if chosen.type == "cpu" and self._config.precision == "fp8":
+        eval_device = local_device(device)
+        if eval_device.type == "cpu" and self._config.precision == "fp8":
             self._config = self._config.model_copy(update={"precision": "bf16"})
-        self._runtime = Runtime(device=chosen)
-        self._sets = evaluation.open_sets(self._config, chosen)
+        self._runtime = Runtime(device=eval_device)
+        self._sets = evaluation.open_sets(self._config, eval_device)
         for validation_set in self._sets:
             _check_vocabulary(validation_set, vocabulary_size)
         self._model = parallel.build(self._config, vocabulary_size, self._runtime)
@@ -94,13 +94,13 @@ class Evaluator:
         Raises:
             CheckpointError: there is no complete checkpoint, or it is damaged.
         """
-        _, place, name = locate(uri)
-        CheckpointManager(place).load_from(place.at(name), {"model": self._weights})
+        _, checkpoints, name = locate(uri)
+        CheckpointManager(checkpoints).load_from(checkpoints.at(name), {"model": self._weights})
         self._model.refresh()
         tf32 = self._config.tf32 and not self._config.reproducible
         with fp32_products(torch.device(self._runtime.device), tf32):
             scores = evaluation.validate(self._model, self._sets, self._config, Collectives(self._runtime))
-        result = Evaluation(place.at(name), step_of(name), scores)
+        result = Evaluation(checkpoints.at(name), step_of(name), scores)
         logger.info("evaluated %s: loss %.4f", result.checkpoint, result.loss)
         return result
 

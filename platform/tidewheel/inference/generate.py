@@ -10,6 +10,7 @@ from torch import nn
 
 from tidewheel.models.attention import DocumentMask, document_mask
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.documents import Documents
 
 Logits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens, positions, segment ids), each int64 [1, L], to logits [1, L, V]."""
@@ -95,13 +96,19 @@ class Cache:
         """Number of tokens seen."""
         self._layers: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor) -> DocumentMask:
-        """Return the mask of new tokens, which follow those seen. Replaces `Decoder.mask`."""
+    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None) -> DocumentMask:
+        """Return the mask of new tokens, which follow those seen. Replaces `Decoder.mask`.
+
+        Args:
+            segment_ids: [1, L] of the new tokens.
+            x: input of the first block [1, L, D].
+            documents: not used: a text is one document.
+        """
         begin = self.length
         self.length += x.shape[1]
-        places = torch.arange(self.length, device=x.device)
+        indices = torch.arange(self.length, device=x.device)
         seen = torch.zeros(1, self.length, dtype=segment_ids.dtype, device=x.device)
-        return document_mask(segment_ids, "masked", places=places[begin:], key_segments=seen, key_places=places,
+        return document_mask(segment_ids, "masked", places=indices[begin:], key_segments=seen, key_places=indices,
                              keys=self._extend)
 
     def _extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

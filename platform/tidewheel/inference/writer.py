@@ -50,12 +50,12 @@ class Writer:
             CheckpointError: there is no complete checkpoint, or it is damaged.
             ConfigError: there is no tokenizer, or it does not fit the model.
         """
-        run, place, name = locate(uri)
-        manifest = read_manifest(place, name)
-        if problems := verify_files(place, name, manifest.files):
-            raise CheckpointError("; ".join(problems)[:500], where=place.at(name),
+        run, checkpoints, name = locate(uri)
+        manifest = read_manifest(checkpoints, name)
+        if problems := verify_files(checkpoints, name, manifest.files):
+            raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
                                   fix="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
-        config, vocabulary_size = conversion.model_of(manifest, place.at(name))
+        config, vocabulary_size = conversion.model_of(manifest, checkpoints.at(name))
         encoder, context = _tokenizer(run, tokenizer)
         if encoder.vocabulary_size > vocabulary_size:
             raise ConfigError(f"the tokenizer has {encoder.vocabulary_size} tokens, the model {vocabulary_size}",
@@ -63,10 +63,10 @@ class Writer:
         with torch.device("meta"):
             model = Decoder(config, vocabulary_size)
         parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
-        model.load_state_dict(conversion.read_weights(place, name, manifest, parameters), assign=True)
+        model.load_state_dict(conversion.read_weights(checkpoints, name, manifest, parameters), assign=True)
         model.to(local_device(device))
-        logger.info("loaded %s", place.at(name))
-        return cls(place.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))
+        logger.info("loaded %s", checkpoints.at(name))
+        return cls(checkpoints.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))
 
     def write(self, prompt: str, *, tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
               cache: bool = True) -> str:
@@ -76,7 +76,7 @@ class Writer:
             prompt: beginning of the text; "": the beginning of a document.
             tokens: maximum number of new tokens.
             temperature: see `inference.generate.generate`, also for the other arguments.
-            top_k: sample from so many of the most likely tokens.
+            top_k: sample from this number of most likely tokens.
             top_p: sample from the most likely tokens of this share.
             seed: of the draws.
             cache: compute each token once.

@@ -54,8 +54,8 @@ class Template:
     @property
     def containers(self) -> list[tuple[Path, dict[str, Any]]]:
         """Path and value of every container, init containers included; Ray's is the first."""
-        return [((*self.path, "spec", kind, number), container) for kind in ("containers", "initContainers")
-                for number, container in enumerate(get(self.spec, kind, default=[]))]
+        return [((*self.path, "spec", kind, index), container) for kind in ("containers", "initContainers")
+                for index, container in enumerate(get(self.spec, kind, default=[]))]
 
     def offers(self, resource: str) -> Fraction:
         """Return the amount of a resource that the first container may use: its limit, else its request."""
@@ -81,8 +81,8 @@ class Cluster:
     @property
     def groups(self) -> list[tuple[Path, dict[str, Any]]]:
         """Path and value of every worker group."""
-        return [((*self.path, "workerGroupSpecs", number), group)
-                for number, group in enumerate(get(self.spec, "workerGroupSpecs", default=[]))]
+        return [((*self.path, "workerGroupSpecs", index), group)
+                for index, group in enumerate(get(self.spec, "workerGroupSpecs", default=[]))]
 
     @property
     def workers(self) -> list[Template]:

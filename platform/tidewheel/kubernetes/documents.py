@@ -52,12 +52,12 @@ def manifests(text: str, where: str) -> list[Manifest]:
         ConfigError: a document is not an object with apiVersion, kind and metadata.
     """
     objects: list[Manifest] = []
-    for number, document in enumerate(read(text, where)):
+    for index, document in enumerate(read(text, where)):
         is_list = isinstance(document, dict) and document.get("kind") == "List"
         for item in document.get("items", []) if is_list else [document]:
             if not (isinstance(item, dict) and isinstance(item.get("kind"), str)
                     and isinstance(item.get("apiVersion"), str) and isinstance(item.get("metadata"), dict)):
-                raise ConfigError(f"document {number} is not a Kubernetes object: it needs apiVersion, kind and "
+                raise ConfigError(f"document {index} is not a Kubernetes object: it needs apiVersion, kind and "
                                   "metadata", where=where, fix="give manifests, not a kustomization or a values file")
             objects.append(item)
     return objects

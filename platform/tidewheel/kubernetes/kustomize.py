@@ -59,8 +59,8 @@ def build_with(tool: list[str], folder: Path) -> list[Manifest]:
     """
     done = subprocess.run([*tool, str(folder)], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if done.returncode:
-        said = re.sub(r'^.* err="', "", done.stderr.strip().rpartition("\n")[2])  # without the prefix of its log
-        raise ConfigError(f"{Path(tool[0]).name} says: {said or 'nothing'}", where=str(folder),
+        message = re.sub(r'^.* err="', "", done.stderr.strip().rpartition("\n")[2])  # without the prefix of its log
+        raise ConfigError(f"{Path(tool[0]).name} says: {message or 'nothing'}", where=str(folder),
                           fix="correct the kustomization, or the component it names")
     return manifests(done.stdout, str(folder))
 
@@ -101,7 +101,7 @@ def _accumulate(folder: Path, state: _State) -> None:
         raise ConfigError("no kustomization.yaml", where=str(folder), fix="name a folder of k8s/ that has one")
     spec = read(path.read_text(), str(path))[0]
     if unknown := sorted(set(spec) - KNOWN):
-        raise ConfigError(f"{', '.join(unknown)} needs the real kustomize, which is not here", where=str(path),
+        raise ConfigError(f"{', '.join(unknown)} needs kustomize, which is not installed", where=str(path),
                           fix=f"install it: {WHERE_TO_GET}")
     _stay_inside(folder, spec)
     for name in spec.get("configurations", []):
@@ -115,7 +115,7 @@ def _accumulate(folder: Path, state: _State) -> None:
         elif (folder / name).is_file():
             inner.objects += manifests((folder / name).read_text(), str(folder / name))
         else:
-            raise ConfigError(f"resource {name!r} is not there", where=str(path), fix="correct the path")
+            raise ConfigError(f"resource {name!r} does not exist", where=str(path), fix="correct the path")
     if spec.get("kind") == "Component":  # changes the objects so far, and those that it adds
         state.objects += inner.objects
         state.hashed += inner.hashed
@@ -140,7 +140,7 @@ def _accumulate(folder: Path, state: _State) -> None:
         state.hashed += inner.hashed
     names = [(manifest["apiVersion"], name_of(manifest)) for manifest in state.objects]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{twice[1]} is there twice", where=str(path), fix="name each resource once")
+        raise ConfigError(f"{twice[1]} occurs twice", where=str(path), fix="name each resource once")
 
 
 def _stay_inside(folder: Path, spec: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def _stay_inside(folder: Path, spec: dict[str, Any]) -> None:
     for name in names:
         if not (folder / name).is_dir() and not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"the file {name!r} is outside of the folder", where=str(folder / "kustomization.yaml"),
-                              fix="move it here, or make a kustomization of its folder and name that")
+                              fix="move it here, or turn its folder into a kustomization and refer to that")
 
 
 def _generate(folder: Path, spec: dict[str, Any], state: _State) -> None:
@@ -205,14 +205,14 @@ def _rename(value: Any, path: list[str], old: str, new: str) -> None:
 def _patch(spec: dict[str, Any], state: _State, where: str) -> None:
     documents = read(spec.get("patch", ""), where)
     if set(spec) - {"target", "patch"} or "target" not in spec or len(documents) != 1:
-        raise ConfigError("a patch without a target or not in place needs the real kustomize", where=where,
+        raise ConfigError("a patch without a target, or not inline, needs kustomize itself", where=where,
                           fix=f"install it: {WHERE_TO_GET}")
     patch, targets = documents[0], state.targets(spec["target"])
     if isinstance(patch, dict):
         if patch.get("$patch") != "delete":
-            raise ConfigError("a strategic-merge patch needs the real kustomize", where=where,
+            raise ConfigError("a strategic-merge patch needs kustomize itself", where=where,
                               fix=f"write it as JSON 6902, or install kustomize: {WHERE_TO_GET}")
-        state.objects[:] = [manifest for manifest in state.objects if not any(manifest is gone for gone in targets)]
+        state.objects[:] = [manifest for manifest in state.objects if not any(manifest is target for target in targets)]
         return
     for manifest in targets:
         for operation in patch:
@@ -253,7 +253,7 @@ def apply_operation(document: Any, operation: dict[str, Any], *, where: str) -> 
         elif kind != "test":
             raise ConfigError(f"operation {kind!r} is not supported", where=where, fix="add, remove, replace, test")
     except (KeyError, IndexError, ValueError, TypeError):
-        raise ConfigError(f"{pointer} is not there", where=where, fix="correct the path of the patch") from None
+        raise ConfigError(f"{pointer} does not exist", where=where, fix="correct the path of the patch") from None
 
 
 def _namespace(objects: list[Manifest], namespace: str) -> None:

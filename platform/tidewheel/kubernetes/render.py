@@ -81,14 +81,15 @@ def render(request: Request) -> list[Manifest]:
 
 def _check(request: Request) -> None:
     for kind, names in (("overlays", (request.overlay,)), ("components", request.components)):
-        there = sorted(path.name for path in (request.tree / kind).glob("*") if (path / "kustomization.yaml").is_file())
-        if not there:
+        available = sorted(path.name for path in (request.tree / kind).glob("*")
+                           if (path / "kustomization.yaml").is_file())
+        if not available:
             raise ConfigError("no manifests there", where=str(request.tree / kind),
                               fix="give the folder k8s of the repository with --tree")
         for name in names:
-            if name not in there:
+            if name not in available:
                 raise ConfigError(f"{name!r} is not in {request.tree / kind}", where=kind,
-                                  fix=f"choose from {', '.join(there)}")
+                                  fix=f"choose from {', '.join(available)}")
     if request.job and request.job not in JOBS:
         raise ConfigError(f"no job {request.job!r}", where="--job", fix=f"choose from {', '.join(JOBS)}")
     if request.job in ("train", "pipeline") and request.config is None:
@@ -99,7 +100,7 @@ def _check(request: Request) -> None:
                               fix=f"add --argument={needed}=s3://bucket/...")
     for argument in request.arguments:
         if not PLAIN.fullmatch(argument):
-            raise ConfigError(f"{argument!r} has characters that a shell takes apart", where="--argument",
+            raise ConfigError(f"{argument!r} has characters that a shell interprets", where="--argument",
                               fix="letters, digits and . / : = @ % + , - only; put the rest into the configuration")
 
 

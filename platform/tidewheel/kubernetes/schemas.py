@@ -34,10 +34,10 @@ def _validator(kind: str) -> Any:
 
     def unique(validator: Any, keys: list[str], items: Any, schema: Any) -> Iterator[Any]:
         seen = set()
-        for number, item in enumerate(items if isinstance(items, list) else ()):
+        for index, item in enumerate(items if isinstance(items, list) else ()):
             key = tuple(str(item.get(name)) for name in keys) if isinstance(item, dict) else None
             if key is not None and key in seen:
-                yield jsonschema.ValidationError(f"{' '.join(key)!r} is in the list twice", path=(number,))
+                yield jsonschema.ValidationError(f"{' '.join(key)!r} is in the list twice", path=(index,))
             seen.add(key)
 
     checks = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"x-kubernetes-list-map-keys": unique})
@@ -88,7 +88,7 @@ def _explain(where: str, error: Any) -> Iterator[Problem]:
             yield Problem(where, join(*path), error.message, "keep one of the two")
         case _:
             yield Problem(where, join(*path), f"{_shown(value)} does not match {error.validator} {_shown(allowed)}",
-                          "write it as the Kubernetes API wants it")
+                          "write it in the form that the Kubernetes API requires")
 
 
 def _shown(value: Any) -> str:

@@ -47,41 +47,41 @@ def closed(schema: Any) -> Any:
     """Return a CustomResourceDefinition's OpenAPI v3 schema as a JSON schema that allows only known fields."""
     if not isinstance(schema, dict):
         return schema
-    found: Schema = {key: schema[key] for key in KEPT if key in schema}
+    result: Schema = {key: schema[key] for key in KEPT if key in schema}
     if schema.get("x-kubernetes-int-or-string"):
-        found.pop("anyOf", None)
-        found["type"] = ["integer", "string"]
-    if schema.get("nullable") and isinstance(found.get("type"), str):
-        found["type"] = [found["type"], "null"]
-    properties = found.get("properties")
+        result.pop("anyOf", None)
+        result["type"] = ["integer", "string"]
+    if schema.get("nullable") and isinstance(result.get("type"), str):
+        result["type"] = [result["type"], "null"]
+    properties = result.get("properties")
     if properties is not None:
-        found["properties"] = {name: closed(inner) for name, inner in properties.items()}
+        result["properties"] = {name: closed(inner) for name, inner in properties.items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            found.setdefault("additionalProperties", False)
-        needed = [name for name in found.pop("required", []) if "default" not in properties.get(name, {})]
+            result.setdefault("additionalProperties", False)
+        needed = [name for name in result.pop("required", []) if "default" not in properties.get(name, {})]
         if needed:
-            found["required"] = needed
+            result["required"] = needed
     for key in ("items", "additionalProperties", "not"):
-        if isinstance(found.get(key), dict):
-            found[key] = closed(found[key])
+        if isinstance(result.get(key), dict):
+            result[key] = closed(result[key])
     for key in ("anyOf", "oneOf", "allOf"):  # they restrict what the schema beside them has closed
-        if key in found:
-            found[key] = [_restriction(inner) for inner in found[key]]
-    if found.get("pattern") and "(?i)" in found["pattern"]:  # Go allows the flag in the middle, Python does not
-        found.pop("pattern")
-    return found
+        if key in result:
+            result[key] = [_restriction(inner) for inner in result[key]]
+    if result.get("pattern") and "(?i)" in result["pattern"]:  # Go allows the flag in the middle, Python does not
+        result.pop("pattern")
+    return result
 
 
 def _restriction(schema: Any) -> Any:
-    found = closed(schema)
-    if isinstance(found, dict):
-        found.pop("additionalProperties", None)
-    return found
+    restriction = closed(schema)
+    if isinstance(restriction, dict):
+        restriction.pop("additionalProperties", None)
+    return restriction
 
 
 def custom_resources(folder: Path, metadata: Schema) -> dict[str, Schema]:
     """Return the schema of every served version of the definitions in a folder, by apiVersion/kind."""
-    found = {}
+    schemas = {}
     for path in sorted(folder.glob("*.yaml")):
         spec = yaml_text.load_all(path.read_text())[0]["spec"]
         for version in spec["versions"]:
@@ -91,8 +91,8 @@ def custom_resources(folder: Path, metadata: Schema) -> dict[str, Schema]:
             schema["properties"] |= {"metadata": metadata, "apiVersion": {"type": "string"}, "kind": {"type": "string"}}
             schema["properties"].pop("status", None)
             schema["required"] = sorted({"apiVersion", "kind", "metadata", *schema.get("required", [])})
-            found[f"{spec['group']}/{version['name']}/{spec['names']['kind']}"] = schema
-    return found
+            schemas[f"{spec['group']}/{version['name']}/{spec['names']['kind']}"] = schema
+    return schemas
 
 
 def core(folder: Path) -> dict[str, Schema]:
@@ -113,13 +113,13 @@ def core(folder: Path) -> dict[str, Schema]:
                 if key == "properties" else inlined(value, above) for key, value in schema.items()
                 if key in KEPT}
 
-    found = {}
+    schemas = {}
     for kind, name in CORE_KINDS.items():
         schema = inlined(json.loads((folder / f"{name}.json").read_text()))
         schema["properties"].pop("status", None)
         schema["required"] = sorted({"apiVersion", "kind", "metadata", *schema.get("required", [])})
-        found[kind] = schema
-    return found
+        schemas[kind] = schema
+    return schemas
 
 
 def _quantity(name: str) -> Schema | None:

@@ -1,10 +1,12 @@
 """Document-masked causal attention: a token sees itself and earlier tokens of its own document, nothing else.
 
-This module alone chooses the kernel. A mask is built once per batch and shared by all layers. The kernels:
+A mask is built once per batch and shared by all layers. With a sliding window a token sees the last `window` tokens,
+itself included. The kernels, which `attention_kernels` chooses:
 
 - `masked`: a boolean mask [B, 1, L, L]. Works anywhere; quadratic memory. CPUs use it.
 - `flex`: compiled FlexAttention with a block mask. Any device with Triton, all forms of `document_mask`.
-- `varlen`: flash attention over the documents laid end to end. CUDA, 16-bit, whole rows.
+- `varlen`: flash attention over the documents laid end to end. CUDA, 16-bit, complete rows.
+- `causal`: torch's attention without a mask, where each row is one document. CUDA, 16-bit, complete rows.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from tidewheel.errors import ConfigError
+from tidewheel.models.attention_kernels import Choice, Machine, activate, choose
+from tidewheel.models.documents import Documents
 
 PLAIN_LENGTH = 1024
 """Up to this length, bf16 attention on CPU is two matrix products and a softmax. oneDNN's products take a third of the
@@ -30,8 +34,10 @@ Keys = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 """From (attention layer, k, v of the local positions) to the k and v that queries may see. Either those of all context
 ranks in the order of `key_segments`, or those of a cache followed by the new ones. Every layer calls it, after RoPE."""
 
-Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From (q, k, v, offsets) to [B, H, Q, E]; see `document_attention`."""
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""From (q, k, v, offsets, tokens of the longest document) to [B, H, Q, E]; see `document_attention`."""
+Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From (q, k, v) to [B, H, Q, E]; see `document_attention`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,14 @@ class DocumentMask:
     """The attention mask of one batch, in the form that its kernel takes.
 
     Args:
-        kernel: "masked", "flex" or "varlen".
+        kernel: "masked", "flex", "varlen" or "causal".
         dense: for masked, [B, 1, Q, K] bool, True where query i may see key j.
         blocks: for flex.
-        offsets: for varlen, int32 [documents + 1], the start of each document among the B x L tokens, then B x L.
+        offsets: for varlen, see `Documents`.
+        longest: for varlen, [n, 0] with n from `Documents.longest`: a number that compiled code takes as it comes, as
+            the size of a tensor, where it would be compiled again for another integer.
         flash: for varlen, the kernel; resolved here because a compiler traces the caller.
+        causal: for causal, the kernel.
         keys: fetches keys and values of other ranks or of a cache; None: the local ones are complete.
     """
 
@@ -51,63 +60,90 @@ class DocumentMask:
     dense: torch.Tensor | None = None
     blocks: BlockMask | None = None
     offsets: torch.Tensor | None = None
+    longest: torch.Tensor | None = None
     flash: Flash | None = None
+    causal: Causal | None = None
     keys: Keys | None = None
 
 
-def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, whole: bool = True) -> str:
-    """Return the name of the attention kernel.
+def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, head_width: int = 64,
+                  whole: bool = True, documents: Documents | None = None, window: int | None = None,
+                  flash: str = "auto") -> Choice:
+    """Return the attention kernel for a micro-batch on this machine; see `attention_kernels.choose`.
 
     Args:
-        requested: a kernel's name, or "auto" for the best one here.
+        requested: `model.attention`.
         device: of the queries.
         dtype: of the queries.
-        whole: whether queries and keys are the same whole rows, not slices of rows.
+        head_width: of the queries.
+        whole: whether queries and keys are the same complete rows, not slices of rows.
+        documents: the layout of the micro-batch; None: it was not computed while the batch was loaded.
+        window: of a sliding window.
+        flash: `model.flash_attention`.
 
     Raises:
         ConfigError: the requested kernel cannot run here.
     """
-    able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and whole
-    if requested == "auto":
-        return "masked" if device.type != "cuda" else "varlen" if able else "flex"
-    if requested == "varlen" and not able:
-        raise ConfigError(f"varlen attention needs CUDA, 16-bit precision and whole rows; here are {device.type}, "
-                          f"{dtype} and {'whole rows' if whole else 'slices of rows'}", where="model.attention",
-                          fix="set model.attention=auto")
-    return requested
+    whole_rows = documents is not None and documents.whole_rows
+    return choose(requested, Machine.of(device), dtype, head_width, rows_complete=whole, whole_rows=whole_rows,
+                  window=window is not None, flash=flash)
 
 
-def document_mask(segment_ids: torch.Tensor, kernel: str = "masked", *, places: torch.Tensor | None = None,
+def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *, documents: Documents | None = None,
+                  window: int | None = None, places: torch.Tensor | None = None,
                   key_segments: torch.Tensor | None = None, key_places: torch.Tensor | None = None,
                   keys: Keys | None = None) -> DocumentMask:
     """Return the mask of a batch.
 
-    Padding sees padding, so no row of the mask is empty: the softmax of an empty row is not a number.
+    Padding sees padding, so no row of the mask is empty: the softmax of an empty row is not a number. With `causal`
+    padding sees its row's document, which changes nothing: no document sees padding, and padding has no target.
 
     Args:
         segment_ids: [B, Q] integers, a value for each document of a row; padding has -1.
-        kernel: from `choose_kernel`.
+        kernel: from `choose_kernel`, or a kernel's name.
+        documents: where documents begin. Without it varlen finds them on the device, for which the host waits, and
+            causal is not checked.
+        window: number of tokens that a token sees, itself included; None: all earlier ones of its document.
         places: [Q] integers, index of each query in its row; default: 0, 1, ... Needed if queries are a slice of a row.
         key_segments: [B, K], segment ids of the keys; default: those of the queries.
         key_places: [K], indices of the keys, in any order; default: those of the queries.
         keys: fetches these keys, see `Keys`.
+
+    Raises:
+        ValueError: the window is not positive, or causal is asked for rows of several documents.
     """
-    if kernel == "varlen":
-        return DocumentMask(kernel, offsets=document_offsets(segment_ids), flash=_flash(), keys=keys)
+    choice = Choice(kernel) if isinstance(kernel, str) else kernel
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} tokens: a token sees at least itself, so the window is at least 1")
+    if places is None and window is not None and window >= segment_ids.shape[1]:
+        window = None  # no token is that far from another
+    if choice.kernel == "varlen":
+        offsets = document_offsets(segment_ids) if documents is None else documents.offsets.to(segment_ids.device)
+        longest = offsets.new_empty(segment_ids.shape[1] if documents is None else documents.longest, 0)
+        _mark_dynamic(offsets, longest)
+        flash = _flash(activate(choice.flash), window)
+        return DocumentMask("varlen", offsets=offsets, longest=longest, flash=flash, keys=keys)
+    if choice.kernel == "causal" and window is None:
+        if documents is not None and not documents.whole_rows:
+            raise ValueError("causal attention takes rows of one document, but a row has several; use varlen")
+        return DocumentMask("causal", causal=_causal(activate(choice.flash), choice.cudnn), keys=keys)
     if places is None:
         places = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     if key_segments is None or key_places is None:
         key_segments, key_places = segment_ids, places
-    if kernel == "flex":
-        return DocumentMask(kernel, blocks=_block_mask(segment_ids, places, key_segments, key_places), keys=keys)
-    same = segment_ids[:, :, None] == key_segments[:, None, :]
-    return DocumentMask(kernel, dense=(same & (places[:, None] >= key_places))[:, None], keys=keys)
+    if choice.kernel == "flex":
+        blocks = _block_mask(segment_ids, places, key_segments, key_places, window)
+        return DocumentMask("flex", blocks=blocks, keys=keys)
+    visible = (segment_ids[:, :, None] == key_segments[:, None, :]) & (places[:, None] >= key_places)
+    if window is not None:
+        visible = visible & (places[:, None] - key_places < window)
+    return DocumentMask("masked", dense=visible[:, None], keys=keys)
 
 
 def document_offsets(segment_ids: torch.Tensor) -> torch.Tensor:
     """Return where documents begin among the tokens of whole rows, and the number of tokens: int32 [documents + 1].
 
-    On a GPU the host waits here for the number of documents, once per micro-batch.
+    On a GPU the host waits here for the number of documents. Training has `Documents` instead.
 
     Args:
         segment_ids: [B, L], see `document_mask`.
@@ -117,14 +153,26 @@ def document_offsets(segment_ids: torch.Tensor) -> torch.Tensor:
     return F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=segment_ids.numel())
 
 
+def _mark_dynamic(*tensors: torch.Tensor) -> None:
+    """Let the compiler take tensors of any length: by default it would compile again for the second length."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            if tensor.shape[0] > 1:  # sizes 0 and 1 always have code of their own
+                torch._dynamo.mark_dynamic(tensor, 0)
+
+
 def _block_mask(segment_ids: torch.Tensor, places: torch.Tensor, key_segments: torch.Tensor,
-                key_places: torch.Tensor) -> BlockMask:
+                key_places: torch.Tensor, window: int | None) -> BlockMask:
     def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (segment_ids[b, q] == key_segments[b, k]) & (places[q] >= key_places[k])
 
+    def near(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        assert window is not None
+        return visible(b, h, q, k) & (places[q] - key_places[k] < window)
+
     create = _compiled(create_block_mask) if segment_ids.is_cuda else create_block_mask
     (rows, queries), keys = segment_ids.shape, key_segments.shape[1]
-    return create(visible, rows, None, queries, keys, device=segment_ids.device)
+    return create(visible if window is None else near, rows, None, queries, keys, device=segment_ids.device)
 
 
 @functools.cache
@@ -150,8 +198,10 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
         eager = q.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the rest
         flex: Any = _compiled(flex_attention) if eager else flex_attention
         return flex(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
-    if mask.flash is not None and mask.offsets is not None:
-        return mask.flash(q, k, v, mask.offsets)
+    if mask.flash is not None and mask.offsets is not None and mask.longest is not None:
+        return mask.flash(q, k, v, mask.offsets, mask.longest.shape[0])
+    if mask.causal is not None:
+        return mask.causal(q, k, v)
     if grouped:
         k, v = _repeated(q, k), _repeated(q, v)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= PLAIN_LENGTH:
@@ -167,26 +217,49 @@ def _repeated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _flash() -> Flash:
+def _causal(flash: str, cudnn: bool) -> Causal:
+    """Return causal attention over whole rows, in the order of torch's kernels that `Choice` asks for.
+
+    Args:
+        flash: the active implementation of flash attention, part of the key of the cache.
+        cudnn: try cuDNN before flash attention.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if cudnn:
+        backends.insert(0, SDPBackend.CUDNN_ATTENTION)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backends, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attend
+
+
+@functools.cache
+def _flash(flash: str, window: int | None = None) -> Flash:
     """Return flash attention over documents laid end to end, torch's varlen attention.
 
     Import it on first use: it imports the compiler, 825 modules in more than a second.
+
+    Args:
+        flash: the active implementation, part of the key of the cache.
+        window: see `document_mask`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     takes = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+    earlier = -1 if window is None else window - 1  # torch counts the tokens before the query, not the query itself
+    options: dict[str, Any] = {"window_size": (earlier, 0)}
     shares = "enable_gqa" in takes  # not in torch 2.11
     if shares:
         options["enable_gqa"] = True
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
         if not shares:
             k, v = _repeated(q, k), _repeated(q, v)
         rows, length = q.shape[0], q.shape[2]
         laid = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B x L, heads, E]
-        # the longest possible document: its true length would have to be read from the device
-        out = varlen_attn(*laid, offsets, offsets, length, length, **options)  # type: ignore[call-arg, misc, arg-type]
+        out = varlen_attn(*laid, offsets, offsets, longest, longest, **options)  # type: ignore[call-arg, misc, arg-type]
         return out.unflatten(0, (rows, length)).transpose(1, 2)  # type: ignore[union-attr]
 
     return attend

@@ -6,9 +6,8 @@ V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch import nn
 
 from tidewheel.models.attention import DocumentMask, choose_kernel, document_attention, document_mask
 from tidewheel.models.config import LossConfig
+from tidewheel.models.documents import Documents
 from tidewheel.models.family import Model
 from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype
 from tidewheel.models.rope import RopeTable, apply_rope, rope_table
@@ -23,6 +23,44 @@ from tidewheel.parts import calling
 
 HeadObjective = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 """From normalised hidden states [B, L, D] and the output layer to the loss and its metrics."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose result may have a higher precision than its weight."""
+
+    output_dtype: torch.dtype | None = None
+    """Dtype of the result; default: that of the weight."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return look_up(tokens, self.weight, self.output_dtype)
+
+
+def look_up(rows: torch.Tensor, weight_VD: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the rows [..., D] of a matrix.
+
+    The gradients of tokens are added up in the dtype of the result, also if that of the matrix is lower.
+
+    Args:
+        rows: int64 [...].
+        weight_VD: the matrix.
+        dtype: of the result; default: that of the matrix.
+    """
+    if dtype is None or dtype == weight_VD.dtype:
+        return F.embedding(rows, weight_VD)
+    return _LookUp.apply(rows, weight_VD, dtype)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = weight_VD.shape[0]
+        return F.embedding(rows, weight_VD).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(grad_outputs[0], rows, ctx.size, -1, False), None
 
 
 class RMSNorm(nn.Module):
@@ -106,7 +144,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder from tokens to logits, or to a loss if targets are given.
 
-    Parameters are uninitialised, because the module may be built on the meta device; `init_parameter` gives their
+    Parameters are uninitialised, because the module may be built on the meta device; `initial_values` has their
     initial values. A pipeline stage is a decoder with fewer blocks. Without `embedding` it takes the residual stream
     in the place of tokens; without `norm` it returns the residual stream.
 
@@ -119,7 +157,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Model, vocabulary_size: int, loss: LossConfig | None = None) -> None:
         super().__init__()
         self.config, self.vocabulary_size = config, vocabulary_size
-        self.embedding: nn.Embedding | None = nn.Embedding(vocabulary_size, config.dim)
+        self.embedding: Embedding | None = Embedding(vocabulary_size, config.dim)
         with calling(config):
             self.blocks = nn.ModuleList(config.block() for _ in range(config.num_layers))
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_epsilon)
@@ -127,7 +165,8 @@ class Decoder(nn.Module):
         self.token_loss = TokenLoss(loss or LossConfig())
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
-                targets: torch.Tensor | None = None, objective: HeadObjective | None = None) -> torch.Tensor:
+                targets: torch.Tensor | None = None, objective: HeadObjective | None = None,
+                documents: Documents | None = None) -> torch.Tensor:
         """Return logits, or the loss.
 
         Args:
@@ -136,13 +175,14 @@ class Decoder(nn.Module):
             segment_ids: integers [B, L], see `document_mask`.
             targets: int64 [B, L] from `next_tokens`.
             objective: computes the loss from normalised hidden states and the output layer.
+            documents: where documents begin, if it is known on the host; see `document_mask`.
 
         Returns:
             Without targets, logits [B, L, V]. With an objective, its result. Otherwise the sum over positions of the
             cross-entropy in nats, an fp32 scalar.
         """
         x_BLD = tokens if self.embedding is None else self.embedding(tokens)
-        rope, mask = self.rope(positions), self.mask(segment_ids, x_BLD)
+        rope, mask = self.rope(positions), self.mask(segment_ids, x_BLD, documents)
         for block in self.blocks:
             x_BLD = block(x_BLD, rope, mask)
         return x_BLD if self.norm is None else self.head(x_BLD, targets, objective)
@@ -151,7 +191,7 @@ class Decoder(nn.Module):
         """Return the RoPE angles of `positions` [B, L], for all blocks."""
         return rope_table(positions, self.config.head_width, self.config.rope_theta, self.config.rope_scaling)
 
-    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor) -> DocumentMask:
+    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None) -> DocumentMask:
         """Return the attention mask for all blocks.
 
         Context parallelism and a cache of keys replace this method by one whose mask has `keys`.
@@ -159,8 +199,12 @@ class Decoder(nn.Module):
         Args:
             segment_ids: integers [B, L].
             x: input of the first block [B, L, D].
+            documents: see `forward`.
         """
-        return document_mask(segment_ids, choose_kernel(self.config.attention, x.device, product_dtype(x)))
+        config = self.config
+        kernel = choose_kernel(config.attention, x.device, product_dtype(x), head_width=config.head_width,
+                               documents=documents, flash=config.flash_attention)
+        return document_mask(segment_ids, kernel, documents=documents)
 
     def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None,
              objective: HeadObjective | None = None) -> torch.Tensor:
@@ -202,27 +246,3 @@ def next_tokens(tokens: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor
     inside = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
     targets[:, :-1] = torch.where(inside, tokens[:, 1:], IGNORED)
     return targets
-
-
-def init_parameter(name: str, shape: torch.Size, config: Model, seed: int) -> torch.Tensor:
-    """Return the initial value of one whole parameter, fp32 on CPU. It depends on seed, name and shape alone.
-
-    Norm weights are 1 and biases 0. Matrices are normal with standard deviation `config.weight_std`. As in GPT-2, that
-    of projections into the residual stream is divided by sqrt(2 num_layers), so its variance does not grow with depth.
-
-    Args:
-        name: name in the whole model, "blocks.0.attention.wq.weight".
-        shape: of the whole parameter.
-        config: the model family's settings.
-        seed: of the run.
-    """
-    if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    if name.endswith(".bias"):
-        return torch.zeros(shape)
-    std = config.weight_std
-    if name.endswith(config.RESIDUAL_OUTPUTS):
-        std /= math.sqrt(2 * config.num_layers)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -108,6 +108,9 @@ class Model(Part):
     attention: Literal["auto", "masked", "flex", "varlen"] = "auto"
     """Attention kernel: a dense mask, FlexAttention with a block mask, or flash attention over documents of varying
     length (16-bit, CUDA). auto: the best one for the device. It changes only speed and rounding."""
+    flash_attention: Literal["auto", "FA2", "FA3", "FA4"] = "auto"
+    """Implementation of flash attention: torch's own (FA2), or one that is installed beside torch. auto: the fastest
+    one for the GPU that is installed (`models/attention_kernels.py`). It changes only speed and rounding."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -130,7 +133,7 @@ class Model(Part):
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; set head_dim")
         if self.head_width % 2:
-            raise ValueError(f"the head width {self.head_width} is odd; RoPE turns pairs")
+            raise ValueError(f"the head width {self.head_width} is odd; RoPE rotates pairs")
         return self
 
     # -- what a family defines -----------------------------------------------------------------
@@ -197,8 +200,8 @@ class Model(Part):
 
     def _unknown_elsewhere(self) -> ConfigError:
         return ConfigError(f"the model family {name_of(type(self))} has no counterpart at Hugging Face",
-                           where="model.kind", fix="export models of a family that has one, or give the family "
-                           "hugging_face_names and to_hugging_face")
+                           where="model.kind", fix="export models of a family that has one, or implement "
+                           "hugging_face_names and to_hugging_face in the family")
 
     # -- what follows from the settings --------------------------------------------------------
     @property
@@ -232,7 +235,7 @@ class Model(Part):
 
         name = name_of(type(self))
         kind = {} if name == DEFAULT else {"kind": name}
-        return {**kind, **self.model_dump(mode="json", exclude={"attention", "init_from"})}
+        return {**kind, **self.model_dump(mode="json", exclude={"attention", "flash_attention", "init_from"})}
 
     def matmul_parameters(self, vocabulary_size: int) -> int:
         """Return the number of parameters that multiply every token: blocks and output matrix, not the embedding."""

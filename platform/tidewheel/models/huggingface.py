@@ -89,7 +89,7 @@ def from_config(values: Mapping[str, Any], where: str) -> tuple[Model, int]:
     config = known[model_type].from_hugging_face(values, where)
     if "vocab_size" not in values:
         raise ConfigError("config.json is not complete: 'vocab_size' is missing", where=where,
-                          fix="download the model anew")
+                          fix="download the model again")
     return config, int(values["vocab_size"])
 
 
@@ -143,7 +143,7 @@ def read_config(folder: Store) -> tuple[Model, int]:
         raise ConfigError("there is no config.json", where=folder.uri,
                           fix="give a folder as `save_pretrained` writes it") from None
     except ValueError:
-        raise ConfigError("not valid JSON", where=folder.at(CONFIG), fix="download the model anew") from None
+        raise ConfigError("not valid JSON", where=folder.at(CONFIG), fix="download the model again") from None
     return from_config(values, folder.at(CONFIG))
 
 
@@ -168,11 +168,11 @@ def read_weights(folder: Store, config: Model, vocabulary_size: int) -> Iterator
             name = ours.pop(theirs, "")
             if not name or tensor.shape != shapes[name]:
                 what = f"{list(tensor.shape)}, config.json says {list(shapes[name])}" if name else "not a known weight"
-                raise CheckpointError(f"{theirs} is {what}", where=folder.at(key), fix="download the model anew")
+                raise CheckpointError(f"{theirs} is {what}", where=folder.at(key), fix="download the model again")
             yield name, tensor
     if ours:
         raise CheckpointError(f"{len(ours)} weights are missing, {min(ours)} for one", where=folder.uri,
-                              fix="download the model anew")
+                              fix="download the model again")
 
 
 def _weight_files(folder: Store) -> list[str]:
@@ -195,7 +195,7 @@ def _tensors(folder: Store, key: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
     except (FileNotFoundError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"cannot be read: {str(error) or 'missing'}", where=folder.at(key),
-                              fix="download the model anew") from None
+                              fix="download the model again") from None
 
 
 def padded(rows_VD: torch.Tensor, vocabulary_size: int) -> torch.Tensor:

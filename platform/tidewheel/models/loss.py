@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from tidewheel.models.config import LossConfig
@@ -20,6 +22,8 @@ WHOLE_BYTES = 1 << 28
 CHUNK_TOKENS = 4096
 """Number of tokens in a chunk of larger logits. Each chunk adds to the [V, D] gradient. With D = 2048 and fewer tokens
 this addition costs more than a tenth of the chunk's matrix products on an H200."""
+GPU_CHUNK_TOKENS = 8192
+"""The same number on a GPU, whose compiled gradients need no fp32 logits: as many bytes, half the additions."""
 
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 """From logits [N, V], targets [N] and the weight of the z-loss to the sum of token losses, an fp32 scalar."""
@@ -47,14 +51,15 @@ class TokenLoss(nn.Module):
             weight_VD: output matrix.
             targets_BL: int64.
         """
-        rows = chunk_rows(targets_BL.numel(), weight_VD.shape[0], self.config.chunk_tokens)
+        rows = chunk_rows(targets_BL.numel(), weight_VD.shape[0], self.config.chunk_tokens, x_BLD.device)
         if rows == targets_BL.numel():
             return cross_entropy(output(x_BLD).flatten(0, -2), targets_BL.flatten(), self.config.z_loss)
         return linear_cross_entropy(x_BLD.flatten(0, -2), weight_VD, targets_BL.flatten(), rows=rows,
                                     z_loss=self.config.z_loss)
 
 
-def chunk_rows(tokens: int, vocabulary_size: int, chunk_tokens: int | None) -> int:
+def chunk_rows(tokens: int, vocabulary_size: int, chunk_tokens: int | None,
+               device: torch.device | None = None) -> int:
     """Return the number of tokens in a chunk; `tokens` if all logits may exist at once.
 
     Chunks are nearly equal, so that few shapes occur.
@@ -63,9 +68,11 @@ def chunk_rows(tokens: int, vocabulary_size: int, chunk_tokens: int | None) -> i
         tokens: in the micro-batch.
         vocabulary_size: columns of the logits on this rank.
         chunk_tokens: setting `objective.chunk_tokens`.
+        device: that computes; default: a CPU.
     """
     if chunk_tokens is None:
-        chunk_tokens = 0 if tokens * vocabulary_size * 4 <= WHOLE_BYTES else CHUNK_TOKENS
+        large = GPU_CHUNK_TOKENS if device is not None and device.type == "cuda" else CHUNK_TOKENS
+        chunk_tokens = 0 if tokens * vocabulary_size * 4 <= WHOLE_BYTES else large
     if not chunk_tokens or chunk_tokens >= tokens:
         return tokens
     return -(-tokens // -(-tokens // chunk_tokens))
@@ -137,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         x_gradient = torch.empty_like(x_ND) if needs_gradient else None
         weight_gradient = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_gradient else None
-        with torch.autocast(x_ND.device.type, enabled=False):
+        with _without_autocast(x_ND.device.type):
             weight = weight_VD.to(dtype)
             for first in range(0, len(x_ND), rows):
                 part = slice(first, first + rows)
@@ -149,10 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 value, gradient = gradients(logits, targets, z_loss)
                 loss += value
                 x_gradient[part] = gradient @ weight
-                if dtype == torch.float32:
-                    weight_gradient.addmm_(gradient.T, x)
-                else:
-                    weight_gradient += gradient.T @ x
+                add_product(weight_gradient, gradient, x)
         ctx.save_for_backward(x_gradient, weight_gradient)
         ctx.scaled = False
         return loss
@@ -170,6 +174,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return x_gradient, weight_gradient, *[None] * 7
 
 
+def _without_autocast(kind: str) -> AbstractContextManager[None]:
+    """Return a context without autocast, on any type of device; the meta device has none."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
 def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,
                     z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of token losses, an fp32 scalar, and its gradient with respect to the logits, in their dtype.
@@ -183,14 +192,71 @@ def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,
         z_loss: weight z of the z-loss.
     """
     logits, known = logits_NV.float(), targets_N != IGNORED
-    safe = targets_N.clamp(min=0)[:, None]
+    safe = targets_N.clamp(min=0)
     normalisers = logits.logsumexp(dim=-1)
-    loss = (normalisers - logits.gather(1, safe)[:, 0]).masked_fill(~known, 0.0).sum()
+    loss = (normalisers - logits.gather(1, safe[:, None])[:, 0]).masked_fill(~known, 0.0).sum()
     gradient = (logits - normalisers[:, None]).exp()
     if z_loss:
         gradient = gradient * (1 + 2 * z_loss * normalisers)[:, None]
-    gradient.scatter_add_(1, safe, gradient.new_full((1, 1), -1.0).expand_as(safe))
+    gradient = minus_one(gradient, safe, known)
     return loss, gradient.masked_fill_(~known[:, None], 0.0).to(logits_NV.dtype)
+
+
+def minus_one(values_NV: torch.Tensor, columns_N: torch.Tensor, marked_N: torch.Tensor) -> torch.Tensor:
+    """Return `values` with 1 subtracted in one column of each marked row.
+
+    Compiled code compares column numbers, which fuses with the operations around it: a scatter needs its target in
+    memory, an fp32 buffer of the size of the logits. Without a compiler the scatter, in place, is cheaper. Both give
+    the same bits.
+
+    Args:
+        values_NV: changed in place if the code is not compiled.
+        columns_N: int64.
+        marked_N: bool.
+    """
+    if torch.compiler.is_compiling():
+        numbers = torch.arange(values_NV.shape[1], device=values_NV.device)
+        hit = (numbers == columns_N[:, None]) & marked_N[:, None]
+        return values_NV - hit.to(values_NV.dtype)
+    return values_NV.scatter_add_(1, columns_N[:, None], -marked_N[:, None].to(values_NV.dtype))
+
+
+def add_product(total_VD: torch.Tensor, a_NV: torch.Tensor, b_ND: torch.Tensor) -> None:
+    """Add a.T @ b to an fp32 matrix in place, with the product in fp32 if the device can.
+
+    Args:
+        total_VD: fp32.
+        a_NV: of any dtype of `product_dtype`.
+        b_ND: of the same dtype.
+    """
+    if a_NV.dtype == torch.float32:
+        total_VD.addmm_(a_NV.T, b_ND)
+    elif sums_in_fp32(total_VD.device, a_NV.dtype):
+        torch.addmm(total_VD, a_NV.T, b_ND, out_dtype=torch.float32, out=total_VD)
+    else:
+        total_VD += a_NV.T @ b_ND
+
+
+@functools.cache
+def sums_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device adds a 16-bit product to an fp32 matrix in one operation.
+
+    CUDA does from torch 2.11 on. A small product is tried, because the rules for dtypes changed between releases.
+
+    Args:
+        device: of the matrices.
+        dtype: of the factors.
+    """
+    if device.type == "meta":
+        return False
+    with _disable_current_modes(), torch.no_grad():  # fake tensors have no values to compare
+        total = torch.ones(16, 16, device=device)
+        factor = torch.ones(16, 16, device=device, dtype=dtype)
+        try:
+            torch.addmm(total, factor.T, factor, out_dtype=torch.float32, out=total)
+        except (RuntimeError, TypeError):  # no kernel for this device, or other dtypes are asked for
+            return False
+        return bool((total == 17).all())
 
 
 @functools.cache

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidewheel.plan.activations import share_recomputed
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
-from tidewheel.plan.layout import Job, Layout, Share
+from tidewheel.plan.layout import Held, Job, Layout, Share
 
 FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Number of times that (N-1)/N of the bytes pass a rank's link."""
@@ -107,8 +108,7 @@ def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group) -> Axis:
     p = layout.parallel
     elements = layout.micro_sequences * job.sequence_length / p.context * job.model.dim
     wide, narrow = elements * job.residual_bytes, elements * job.compute_bytes
-    again = {"full": 1.0, "offload": 1.0, "every_nth": 1 / layout.memory.every}.get(
-        layout.memory.activation_checkpointing, 0.0)
+    again = share_recomputed(job, layout)
     once = [("all_gather", wide), ("reduce_scatter", narrow)]
     back = [("reduce_scatter", wide), ("all_gather", narrow)]
     calls = [(kind, size, 2.0 * share.blocks) for kind, size in once + back]
@@ -134,8 +134,9 @@ def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis
     """
     p, model = layout.parallel, job.model
     keys = 2 * layout.micro_sequences * job.sequence_length * model.kv_heads * model.head_width / p.tensor
-    again = layout.memory.activation_checkpointing in ("full", "offload", "selective")
-    calls = [("all_gather", keys * job.compute_bytes, share.blocks * (2.0 if again else 1.0)),
+    inside = layout.memory.activation_checkpointing in ("attention", "selective")
+    again = 1.0 if inside else share_recomputed(job, layout)
+    calls = [("all_gather", keys * job.compute_bytes, share.blocks * (1 + again)),
              ("reduce_scatter", keys * 4, float(share.blocks))]
     return _axis("context", context, calls, layout.micro_batches)
 
@@ -163,20 +164,19 @@ def pipeline_axis(job: Job, layout: Layout, cluster: ClusterConfig, pipeline: Gr
     return Axis("pipeline", p.pipeline, not inside, times * size, seconds, seconds)
 
 
-def data_axis(job: Job, layout: Layout, parameters: float, blocks: int, found: dict[str, Group], forward: float,
-              backward: float) -> Axis:
+def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], forward: float, backward: float) -> Axis:
     """Return the communication of data parallelism (arXiv:1910.02054, section 7; FSDP, arXiv:2304.11277).
 
-    ddp all-reduces fp32 gradients once per step, overlapped by the last backward pass. zero1 also all-gathers the
+    ddp all-reduces gradients once per step, overlapped by the last backward pass. zero1 also all-gathers the
     parameters. zero2 gathers parameters for each micro-batch, or once per step in a pipeline. zero3 gathers them for
-    each forward and each backward pass. Gradients are reduce-scattered in fp32 after each micro-batch, or once
-    (`reduces_once`). With copies of the model (HSDP), shards are all-reduced over the copies once.
+    each forward pass, and the blocks' again for each backward pass. Gradients are reduce-scattered after each
+    micro-batch, or once (`reduces_once`). With copies of the model (HSDP), shards are all-reduced over the copies once.
+    Nothing overlaps the first gather of a pass and the last reduction of a backward pass, of one unit each.
 
     Args:
         job: the run.
         layout: its layout.
-        parameters: parameters of this rank's part of the model, before data parallelism.
-        blocks: number of blocks that are gathered one after the other; nothing overlaps the first.
+        held: parameters of this rank's part of the model.
         found: groups of a rank by axis.
         forward: seconds of computation in the forward pass of a micro-batch, which a gather may overlap.
         backward: seconds of computation in its backward pass, which a reduction may overlap.
@@ -184,25 +184,26 @@ def data_axis(job: Job, layout: Layout, parameters: float, blocks: int, found: d
     p, number = layout.parallel, layout.micro_batches
     if not layout.sharded:
         ranks = found["data"]
-        grads = ranks.seconds("all_reduce", 4 * parameters)
+        size = layout.reduced_bytes * held.whole
+        grads = ranks.seconds("all_reduce", size)
         # a pipeline's gradients are complete when all of its passes have ended
-        exposed = grads if p.pipeline > 1 else max(grads / max(1, blocks), grads - backward)
-        moved = sent("all_reduce", 4 * parameters, ranks.ranks)
+        exposed = grads if p.pipeline > 1 else max(grads * held.first / held.whole, grads - backward)
+        moved = sent("all_reduce", size, ranks.ranks)
         if p.data == "zero1":
-            size = job.weight_bytes * parameters
+            size = job.weight_bytes * held.whole
             rows, moved = ranks.seconds("all_gather", size), moved + sent("all_gather", size, ranks.ranks)
             grads, exposed = grads + rows, exposed + rows
         return Axis("data", ranks.ranks, ranks.on_a_node < ranks.ranks, moved, grads,
                     exposed if ranks.ranks > 1 else 0.0)
     shard, copies = found["shard"], found["replicate"]
-    gathered = (2 if job.config.precision != "fp32" else job.weight_bytes) * parameters
-    gather, reduce = shard.seconds("all_gather", gathered), shard.seconds("reduce_scatter", 4 * parameters)
-    again = gather if p.data == "zero3" else 0.0
+    sizes = unit_bytes(job, layout, held)
+    gather, reduce = shard.seconds("all_gather", sizes.forward), shard.seconds("reduce_scatter", sizes.reduced)
+    again = shard.seconds("all_gather", sizes.backward)
     gathers = 1 if p.pipeline > 1 and p.data == "zero2" else number
     reductions = 1 if layout.reduces_once else number
-    first = gather / max(1, blocks)  # at the start of each pass, before anything can be computed
-    ahead = max(first, gather - forward)
-    last = reduce / max(1, blocks)
+    share = held.first / held.whole
+    ahead = max(gather * share, gather - forward)  # the first unit comes before anything can be computed
+    last = reduce * share
     behind = again + reduce
     exposed = gathers * ahead
     if p.pipeline > 1:
@@ -210,15 +211,40 @@ def data_axis(job: Job, layout: Layout, parameters: float, blocks: int, found: d
     else:
         exposed += reductions * max(last, behind - backward) + (number - reductions) * max(0.0, again - backward)
     seconds = gathers * gather + number * again + reductions * reduce
-    moved = sent("all_gather", gathered, shard.ranks) * (gathers + (number if p.data == "zero3" else 0))
-    moved += sent("reduce_scatter", 4 * parameters, shard.ranks) * reductions
+    moved = sent("all_gather", gathers * sizes.forward + number * sizes.backward, shard.ranks)
+    moved += sent("reduce_scatter", reductions * sizes.reduced, shard.ranks)
     if copies.ranks > 1:
-        size = 4 * parameters / shard.ranks
+        size = sizes.reduced / shard.ranks
         over = copies.seconds("all_reduce", size)
         seconds, exposed, moved = seconds + over, exposed + max(0.0, over - backward), moved + sent(
             "all_reduce", size, copies.ranks)
     across = shard.on_a_node < shard.ranks or (copies.ranks > 1 and copies.on_a_node < copies.ranks)
     return Axis("data", layout.data * p.context, across, moved, seconds, exposed)
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes that FSDP2 gathers and reduces in the passes of one micro-batch, of whole results."""
+
+    forward: float
+    """Gathered in the forward pass: every unit."""
+    backward: float
+    """Gathered in the backward pass: the blocks under zero3. The output matrix stays gathered, and the backward pass
+    does not read the embedding."""
+    reduced: float
+    """Reduce-scattered, if the micro-batch is reduced."""
+
+
+def unit_bytes(job: Job, layout: Layout, held: Held) -> UnitBytes:
+    """Return the bytes of FSDP2's collectives in a micro-batch.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        held: parameters of the rank's part of the model.
+    """
+    again = held.blocks if layout.parallel.data == "zero3" else 0.0
+    return UnitBytes(job.gathered_bytes * held.whole, job.gathered_bytes * again, layout.reduced_bytes * held.whole)
 
 
 def _axis(name: str, ranks: Group, calls: list[tuple[str, float, float]], micro_batches: int) -> Axis:

@@ -30,7 +30,7 @@ class FailureConfig(Config):
     @classmethod
     def _positive(cls, value: str | float) -> str | float:
         if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
-            raise ValueError("give more than 0 failures per GPU and hour")
+            raise ValueError("use more than 0 failures per GPU and hour")
         return value
 
     def mtbf_seconds(self, gpus: int) -> float:

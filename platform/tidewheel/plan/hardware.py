@@ -45,7 +45,7 @@ class Gpu(Config):
     hbm: float
     """Bytes/s of device memory."""
     node_link: float
-    """Bytes/s between the GPUs of a node: NVLink, or PCIe where there is none."""
+    """Bytes/s between the GPUs of a node: NVLink, or PCIe in nodes without NVLink."""
     network: float
     """Bytes/s of a GPU's share of the node's network."""
     host_link: float

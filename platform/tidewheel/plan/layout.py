@@ -34,7 +34,7 @@ class Job:
 
     @cached_property
     def block_matrices(self) -> int:
-        """Parameters of a block that are cut by tensor parallelism: its matrices and biases of their outputs."""
+        """Parameters of a block that tensor parallelism cuts: its matrices, and the biases of their outputs."""
         return self.model.block_matrices + self.model.extra_parameters()[0]
 
     @cached_property
@@ -65,8 +65,14 @@ class Job:
         return 4 if self.config.precision == "fp32" else 2
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a parameter that FSDP2 gathers: in the products' dtype, except in reproducible mode."""
+        lowered = self.config.precision != "fp32" and not self.config.reproducible
+        return 2 if lowered else self.weight_bytes
+
+    @property
     def residual_bytes(self) -> int:
-        """Bytes of an element of the residual stream, which has the embedding's dtype."""
+        """Bytes of an element of the residual stream, which has the dtype of the parameters."""
         return self.weight_bytes
 
     @property
@@ -115,19 +121,24 @@ class Layout:
         """Whether unsharded gradients are kept between the micro-batches of a step (`parallel.reduce: step`)."""
         return self.parallel.pipeline > 1 or self.parallel.reduce == "step"
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of a gradient while it is summed over data-parallel ranks."""
+        return 2 if self.parallel.reduce_dtype == "bf16" else GRADIENT_BYTES
+
     def in_flight(self) -> float:
         """Return the number of micro-batches whose activations the first pipeline rank keeps at once.
 
         p for 1F1B (arXiv:2006.09503) and both zero-bubble schedules (arXiv:2401.10241), m for GPipe, p (1 + (p-1) /
         (p v)) for interleaved 1F1B with v stages on a rank (arXiv:2205.05198, section 4.2.3); never more than m.
         """
-        wide, number = self.parallel.pipeline, self.micro_batches
+        wide, num_micro_batches = self.parallel.pipeline, self.micro_batches
         if wide == 1 or self.parallel.pipeline_schedule == "gpipe":
-            return 1.0 if wide == 1 else float(number)
+            return 1.0 if wide == 1 else float(num_micro_batches)
         stacked = 0.0
         if self.parallel.pipeline_schedule == "interleaved_1f1b":
             stacked = (wide - 1) / self.parallel.stages_per_rank
-        return min(number, wide + stacked)
+        return min(num_micro_batches, wide + stacked)
 
     def describe(self) -> str:
         """Return the layout as text: "TP 4 x PP 8 x DP 8 zero1"."""
@@ -177,9 +188,59 @@ def shares(job: Job, layout: Layout) -> list[Share]:
     decreases = parallel.pipeline_schedule in ("1f1b", "interleaved_1f1b")
     ranks = []
     for rank in sorted({0, 1, parallel.pipeline - 1}):
-        mine = [stage for stage in cuts if stage.rank == rank]
+        rank_stages = [stage for stage in cuts if stage.rank == rank]
         # 1F1B: each rank starts one micro-batch fewer than the one before it
         held = max(1.0, min(layout.micro_batches, most - rank)) if decreases else most
-        ranks.append(Share(rank, sum(len(stage.blocks) for stage in mine), any(s.first for s in mine),
-                           any(s.last for s in mine), held))
+        ranks.append(Share(rank, sum(len(stage.blocks) for stage in rank_stages), any(s.first for s in rank_stages),
+                           any(s.last for s in rank_stages), held))
     return ranks
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a pipeline rank before data parallelism, by the unit that FSDP2 gathers."""
+
+    block: float
+    """Of one block."""
+    blocks: float
+    """Of all blocks."""
+    embedding: float
+    """Of the embedding; 0 if it is tied to an output matrix on the same rank."""
+    output: float
+    """Of the final norm and the output matrix, tied or not."""
+    is_tied: bool
+    """Whether the output matrix is the embedding of the same rank."""
+
+    @property
+    def ends(self) -> float:
+        """Parameters outside the blocks."""
+        return self.embedding + self.output
+
+    @property
+    def whole(self) -> float:
+        """All parameters."""
+        return self.blocks + self.ends
+
+    @property
+    def first(self) -> float:
+        """Parameters of the unit that the forward pass gathers first, and the backward pass reduces last."""
+        if self.is_tied or not self.blocks:
+            return self.embedding or self.output
+        return self.embedding or self.block
+
+
+def held(job: Job, layout: Layout, share: Share) -> Held:
+    """Return the parameters of a pipeline rank, before data parallelism.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        share: the pipeline rank's part of the model.
+    """
+    tensor = layout.parallel.tensor
+    block = job.block_matrices / tensor + job.block_norms
+    matrix = job.vocabulary_matrix / tensor
+    # a last stage of its own has a copy of a tied embedding
+    is_tied = job.model.tie_embeddings and share.first and share.last and layout.parallel.pipeline == 1
+    output = share.last * (job.model.dim + matrix)
+    return Held(block, share.blocks * block, 0.0 if is_tied else share.first * matrix, output, is_tied)

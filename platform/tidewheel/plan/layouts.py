@@ -76,21 +76,21 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
     Raises:
         ConfigError: no layout is legal on this number of GPUs.
     """
-    found = [(layout, memory(job, layout)) for layout in layouts(job, cluster)]
-    logger.debug("%d legal layouts on %d GPUs", len(found), cluster.gpus)
-    if not found:
+    candidates = [(layout, memory(job, layout)) for layout in layouts(job, cluster)]
+    logger.debug("%d legal layouts on %d GPUs", len(candidates), cluster.gpus)
+    if not candidates:
         raise ConfigError(_none_legal(job, cluster), where=f"{cluster.gpus} GPUs",
                           fix="choose another number of GPUs, or change batch.virtual_ranks or global_sequences")
-    fitting = sorted((Planned(layout, used, step_time(job, layout, cluster)) for layout, used in found
+    fitting = sorted((Planned(layout, used, step_time(job, layout, cluster)) for layout, used in candidates
                       if used.total <= cluster.usable_bytes), key=_order)
     best: dict[tuple[object, ...], Planned] = {}
-    for each in fitting:
-        best.setdefault(_mesh(each.layout), each)
+    for planned in fitting:
+        best.setdefault(_mesh(planned.layout), planned)
     own, reason = _own(job, cluster)
-    nearest = min(fitting, key=lambda each: (_distance(each.layout, _requested(job, cluster)), _order(each)),
+    nearest = min(fitting, key=lambda planned: (_distance(planned.layout, _requested(job, cluster)), _order(planned)),
                   default=None) if reason else None
-    return Ranking(tuple(best.values()), own, reason, nearest, tuple(_refused(job, cluster, found, fitting)),
-                   len(found))
+    return Ranking(tuple(best.values()), own, reason, nearest, tuple(_refused(job, cluster, candidates, fitting)),
+                   len(candidates))
 
 
 def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
@@ -204,20 +204,22 @@ def _too_much(used: Memory, cluster: ClusterConfig) -> str:
 # -- what does not fit -------------------------------------------------------------------------
 
 
-def _refused(job: Job, cluster: ClusterConfig, found: list[tuple[Layout, Memory]],
+def _refused(job: Job, cluster: ClusterConfig, candidates: list[tuple[Layout, Memory]],
              fitting: list[Planned]) -> Iterator[Refused]:
-    """Yield the tensor and pipeline sizes, with the rest data parallel, of which no layout fits."""
+    """Yield the tensor and pipeline sizes for which no layout fits. The remaining ranks are data parallel."""
     good = {(planned.layout.parallel.tensor, planned.layout.parallel.pipeline) for planned in fitting}
     for tensor in legal.divisors(cluster.gpus):
         if tensor > cluster.nodes_of:
-            yield Refused(f"TP {tensor}", f"parallel.tensor {tensor} would leave the node of {cluster.nodes_of} GPUs",
+            yield Refused(f"TP {tensor}", f"parallel.tensor {tensor} would span several nodes of {cluster.nodes_of} "
+                                          "GPUs",
                           f"TP {cluster.nodes_of}")
             break  # larger ones would too
         for pipeline in legal.divisors(cluster.gpus // tensor):
             if (tensor, pipeline) in good:
                 continue
-            reason = _against_mesh(job, cluster, tensor, pipeline) or _least(cluster, [
-                each for each in found if (each[0].parallel.tensor, each[0].parallel.pipeline) == (tensor, pipeline)])
+            of_this_mesh = [(layout, memory) for layout, memory in candidates
+                            if (layout.parallel.tensor, layout.parallel.pipeline) == (tensor, pipeline)]
+            reason = _against_mesh(job, cluster, tensor, pipeline) or _least(cluster, of_this_mesh)
             near = min(good, key=lambda size: (abs(math.log2(size[0] / tensor)) + abs(math.log2(size[1] / pipeline)),
                                                size), default=None)
             yield Refused(f"TP {tensor} x PP {pipeline} x DP {cluster.gpus // tensor // pipeline}", reason,
@@ -240,7 +242,7 @@ def _against_mesh(job: Job, cluster: ClusterConfig, tensor: int, pipeline: int) 
 def _least(cluster: ClusterConfig, tried: list[tuple[Layout, Memory]]) -> str:
     if not tried:
         return "no schedule works with the number of micro-batches that a rank would have"
-    layout, used = min(tried, key=lambda each: each[1].total)
+    layout, used = min(tried, key=lambda candidate: candidate[1].total)
     kept = layout.memory.activation_checkpointing
     return f"even {layout.parallel.data} with checkpointing {kept} {_too_much(used, cluster)}"
 

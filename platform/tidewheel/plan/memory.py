@@ -2,19 +2,19 @@
 
 The arithmetic of parameters, gradients and optimizer state is ZeRO's (arXiv:1910.02054, section 3.1), with fp32
 gradients; of activations, a count of the tensors that a block saves for its backward pass (as in arXiv:2205.05198,
-section 4, but of our block: no dropout, flash attention, SwiGLU). Letters: D width, H and K query and key heads of E, F
-inner width, T tensor ranks, r, a bytes of the residual stream and of operands.
+section 4, but of our block: no dropout, flash attention, SwiGLU), see `plan/activations.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
+from tidewheel.plan.activations import average_kept, kept_per_token, share_recomputed
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
 
-WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 4096
-"""Above this many bytes, logits are computed for `CHUNK_TOKENS` tokens at a time; as in `models.loss`, which needs
-torch."""
+WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 8192
+"""Above this many bytes, logits are computed for `CHUNK_TOKENS` tokens at a time; as in `models.loss` on a GPU, which
+needs torch."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Memory:
     """Parameters that the optimizer updates (zero3: this rank's rows), or unsharded ones where ranks compute with their
     own."""
     copies: float
-    """Copies that stay between passes: rows beside gathered parameters (zero2), the gathered embedding and output
-    (zero3), 16-bit casts that autocast keeps (ddp, zero1)."""
+    """Copies that stay between passes: rows beside gathered parameters (zero2), the gathered output matrix (zero3),
+    16-bit casts that autocast keeps (ddp, zero1)."""
     gradients: float
     """Gradients between micro-batches."""
     optimizer: float
@@ -66,49 +66,42 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         share: the pipeline rank's part of the model.
     """
     parallel, weight = layout.parallel, job.weight_bytes
-    block = job.block_matrices / parallel.tensor + job.block_norms
-    ends = _ends(job, layout, share)
-    blocks = share.blocks * block
-    whole, shards = blocks + ends, layout.shards
+    parts = held(job, layout, share)
+    block, whole, shards = parts.block, parts.whole, layout.shards
     host = layout.sharded and parallel.offload
-    gathered = 2 if job.config.precision != "fp32" else weight  # FSDP2 gathers blocks in the products' dtype
+    gathered = job.gathered_bytes
     loss_gradient = _output_gradient(job, layout, share)
     if layout.sharded:
         rows = whole / shards
         keeps = parallel.data == "zero2"
-        parameters = (blocks * gathered + ends * weight) if keeps else rows * weight
-        copies = rows * weight if keeps else ends * weight
+        parameters = whole * gathered if keeps else rows * weight
+        copies = rows * weight if keeps else parts.output * gathered
         if host:
             parameters, copies = (parameters, 0.0) if keeps else (0.0, copies)
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
         gradients = GRADIENT_BYTES * (whole if waiting else 0.0 if host else rows)
-        moving = 0.0 if keeps else 2 * block * gathered  # the block in use and the one being prefetched
+        # the unit in use and the one being prefetched: two blocks, or the embedding and the first block
+        moving = 0.0 if keeps else (block + max(block, parts.embedding)) * gathered
         if not waiting:
             block_gradient = GRADIENT_BYTES if weight == 2 else gathered
-            moving += block * (block_gradient + 4)  # its gradient; the previous block's in fp32, which is being reduced
-            loss_gradient += ends * GRADIENT_BYTES  # embedding and output, until the backward pass ends
+            moving += block * (block_gradient + layout.reduced_bytes)  # its gradient, and the previous one's in transit
+            # the output matrix's, then the embedding's
+            loss_gradient += max(parts.output, parts.embedding) * GRADIENT_BYTES
         optimizer = 0.0 if host else rows * job.optimizer_bytes
     else:
         ranks = layout.data * parallel.context
         rows = whole / ranks if parallel.data == "zero1" else whole
         parameters, gradients, optimizer = whole * weight, whole * GRADIENT_BYTES, rows * job.optimizer_bytes
         copies = _casts(job, layout, share, block)
-        flat = 4.0 * whole if ranks > 1 else 0.0  # fp32 buckets of the all-reduce, all kept until the last one returns
-        moving = flat
+        # buckets of the all-reduce, all kept until the last one returns
+        moving = layout.reduced_bytes * whole if ranks > 1 else 0.0
     again = max(0.0, kept_per_token(job, layout, "none") - kept_per_token(job, layout))
     tokens = layout.micro_sequences * job.sequence_length / parallel.context
-    activations = tokens * (share.in_flight * share.blocks * _average_kept(job, layout) + again)
+    activations = tokens * (share.in_flight * share.blocks * average_kept(job, layout) + again)
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
     return Memory(parameters, copies, gradients, optimizer, activations, logits, moving)
-
-
-def _ends(job: Job, layout: Layout, share: Share) -> float:
-    """Return the parameters of this rank's embedding, final norm and output."""
-    matrix = job.vocabulary_matrix / layout.parallel.tensor
-    tied = job.model.tie_embeddings and share.first
-    return share.first * matrix + share.last * (job.model.dim + (0.0 if tied else matrix))
 
 
 def _casts(job: Job, layout: Layout, share: Share, block: float) -> float:
@@ -119,66 +112,8 @@ def _casts(job: Job, layout: Layout, share: Share, block: float) -> float:
     """
     if job.weight_bytes == job.compute_bytes:
         return 0.0
-    kept = _share_kept(layout) * share.blocks * share.in_flight
+    kept = (1 - share_recomputed(job, layout)) * share.blocks * share.in_flight
     return job.compute_bytes * block * max(1.0, kept)
-
-
-def _share_kept(layout: Layout) -> float:
-    """Return the share of the blocks that keep all activations."""
-    kind = layout.memory.activation_checkpointing
-    return 1.0 if kind == "none" else 1 - 1 / layout.memory.every if kind == "every_nth" else 0.0
-
-
-def _average_kept(job: Job, layout: Layout) -> float:
-    """Return the bytes per token and block, averaged over a rank's blocks."""
-    if layout.memory.activation_checkpointing != "every_nth":
-        return kept_per_token(job, layout)
-    share = _share_kept(layout)
-    return share * kept_per_token(job, layout, "none") + (1 - share) * kept_per_token(job, layout, "full")
-
-
-def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
-    """Return the bytes that one block keeps per token of this rank's micro-batch.
-
-    - none, eager: fp32 inputs of two norms, 2 x 4 D/T; inputs of the products, which autocast casts once per product
-      (llama has five, 5 a D; 2 a D without casts); queries, keys and values, a (H + 2 K) E/T; attention's output,
-      a H E/T, and normalisers, 4 H/T; inner tensors of the feed-forward (SwiGLU has four, 4 a F/T).
-    - none, compiled (what torch's min-cut partitioner saves): two residuals, r D/T + a D/T; two normed inputs, 2 a D;
-      attention as above; SwiGLU 3 a F/T.
-    - full, offload: the block's input, r D/T (offload: in host memory).
-    - selective: the block's input, attention's output, and all products of wq, wk, wv, wo, w1, w3 and w2 except every
-      `recompute_products`-th. With tensor parallelism also the outputs of the collectives: two gathered inputs and two
-      scattered outputs.
-
-    With context parallelism, keys and values of whole rows are kept.
-
-    Args:
-        job: the run.
-        layout: its layout.
-        kind: activation checkpointing; default: the layout's.
-    """
-    model, ffn, parallel, memory = job.model, job.model.FEED_FORWARD, layout.parallel, layout.memory
-    kind = kind or memory.activation_checkpointing
-    a, tensor, dim = job.compute_bytes, parallel.tensor, job.model.dim
-    residual = job.residual_bytes * dim / tensor
-    if kind in ("full", "every_nth"):
-        return residual
-    if kind == "offload":
-        return 0.0
-    query = model.num_heads * model.head_width / tensor
-    key, inner = model.kv_heads * model.head_width / tensor, model.ffn_width / tensor
-    result = a * query + 4 * model.num_heads / tensor
-    if kind == "selective":
-        products = [query, key, key, dim / tensor, *[inner] * ffn.inputs, dim / tensor]
-        nth = memory.recompute_products
-        saved = sum(size for number, size in enumerate(products, 1) if not nth or number % nth)
-        collectives = 2 * dim * (job.residual_bytes + a / tensor) if tensor > 1 else 0.0
-        return residual + result + a * saved + collectives
-    attention = a * (query + 2 * key * parallel.context) + result
-    if job.config.compile:
-        return residual + a * dim / tensor + 2 * a * dim + attention + ffn.kept_compiled * a * inner
-    cast = a < job.residual_bytes or job.weight_bytes > a
-    return 2 * 4 * dim / tensor + (3 + ffn.inputs if cast else 2) * a * dim + attention + ffn.kept * a * inner
 
 
 def _stage_ends(job: Job, layout: Layout, share: Share, tokens: float) -> float:
@@ -211,22 +146,21 @@ def _logits(job: Job, layout: Layout, tokens: float) -> float:
     """Return the bytes of the logits and of what is computed from them.
 
     At once: logits, their fp32 copy, log-softmax and its gradient, a + 12 bytes each. In chunks: logits and gradient of
-    a chunk, in fp32 where tensor parallelism computes them uncompiled, and the gradient of the hidden states.
+    a chunk, both in the dtype of the products, and the gradient of the hidden states.
     """
     a, vocabulary = job.compute_bytes, job.vocabulary_size / layout.parallel.tensor
     rows = logit_rows(job, layout, tokens)
     if rows == tokens:
         return (a + 12) * rows * vocabulary
-    element = 2 * a if layout.parallel.tensor == 1 else 2 * a + 8
-    return element * rows * vocabulary + tokens * job.model.dim * job.residual_bytes
+    return 2 * a * rows * vocabulary + tokens * job.model.dim * job.residual_bytes
 
 
 def _output_gradient(job: Job, layout: Layout, share: Share) -> float:
     """Return the bytes of the output matrix's gradient, if logits are computed in chunks.
 
-    They are an fp32 gradient from the forward pass on, its 16-bit copy, and a product's.
+    They are an fp32 gradient from the forward pass on, and the matrix in the dtype of the products.
     """
     tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
     if not share.last or logit_rows(job, layout, tokens) == tokens:
         return 0.0
-    return (4 + 2 * job.compute_bytes) * job.vocabulary_matrix / layout.parallel.tensor
+    return (4 + job.compute_bytes) * job.vocabulary_matrix / layout.parallel.tensor

@@ -40,17 +40,17 @@ def memory_tier(job: Job, layout: Layout, cluster: ClusterConfig, step_seconds: 
     settings = job.config.checkpoint.memory_tier
     if settings.every_steps == 0:
         return None
-    mine = state_bytes(job, layout)
+    worker_bytes = state_bytes(job, layout)
     workers = min(cluster.nodes_of, cluster.gpus)
     replicated = settings.replica and cluster.gpus > cluster.nodes_of
-    stall = mine / cluster.kind.host_link
-    push = mine / cluster.kind.network if replicated else 0.0
+    stall = worker_bytes / cluster.kind.host_link
+    push = worker_bytes / cluster.kind.network if replicated else 0.0
     if settings.every_steps == "auto":
         every = max(1, math.ceil((stall + push) / (settings.share * step_seconds)))
     else:
         every = settings.every_steps
-    sent = workers * mine / (every * step_seconds) if replicated else 0.0
-    return MemoryTierCost(every, stall, push, workers * mine * (SLOTS + (REPLICAS if replicated else 0)), sent)
+    sent = workers * worker_bytes / (every * step_seconds) if replicated else 0.0
+    return MemoryTierCost(every, stall, push, workers * worker_bytes * (SLOTS + (REPLICAS if replicated else 0)), sent)
 
 
 def state_bytes(job: Job, layout: Layout) -> float:

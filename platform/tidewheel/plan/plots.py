@@ -36,17 +36,17 @@ def lost_figure(rows: Sequence[Goodput]) -> str:
         for minute in sorted({round(value, 3) for value in minutes}):
             svg.text(x(math.log(minute)), BOTTOM + 18, f"{minute:g}", "middle")
         svg.text(left + width / 2, BOTTOM + 38, "minutes between checkpoints", "middle")
-        for number, tier in enumerate(tiers):
+        for index, tier in enumerate(tiers):
             line = sorted((row.interval_seconds / 60, max(1e-4, 1 - row.goodput)) for row in rows
                           if (row.gpus, row.tier) == (gpus, tier))
-            colour = COLOURS[number % len(COLOURS)]
+            colour = COLOURS[index % len(COLOURS)]
             svg.curve([(x(math.log(at)), y(math.log(value))) for at, value in line], colour)
             at, value = min(line, key=lambda point: point[1])
             svg.dot(x(math.log(at)), y(math.log(value)), colour,
                     title=f"{tier}: least {100 * value:.2f} % at {at:g} min")
     at_x = LEFT
-    for number, tier in enumerate(tiers):
-        svg.rect(at_x, 8, 12, 12, COLOURS[number % len(COLOURS)])
+    for index, tier in enumerate(tiers):
+        svg.rect(at_x, 8, 12, 12, COLOURS[index % len(COLOURS)])
         svg.text(at_x + 18, 18, tier)
         at_x += 40 + 7 * len(tier)
     svg.text(at_x, 18, "dots: the best interval")

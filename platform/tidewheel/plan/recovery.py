@@ -64,10 +64,10 @@ def table(config: GoodputConfig) -> list[Goodput]:
     """Simulate every size, tier and interval of `config`."""
     rows = []
     intervals = np.array(config.interval_minutes) * 60.0
-    for number, gpus in enumerate(config.gpus):
+    for index, gpus in enumerate(config.gpus):
         mtbf = config.failures.mtbf_seconds(gpus)
         horizon = config.days * 86_400
-        trace = draw(mtbf, horizon, config.runs, np.random.default_rng((config.seed, number)))
+        trace = draw(mtbf, horizon, config.runs, np.random.default_rng((config.seed, index)))
         joining = config.seconds_per_1000_ranks * gpus / 1000
         for name, tier in config.tiers.items():
             lost = config.failures.several_share
@@ -149,10 +149,10 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
     work, stored, left = np.zeros(shape), np.zeros(shape), np.full(shape, float(horizon))
     down = np.zeros(shape)
     parts = {name: np.zeros(shape) for name in PARTS}
-    for number in range(trace.gaps.shape[1]):
+    for index in range(trace.gaps.shape[1]):
         if not left.any():
             break
-        gap = np.minimum(trace.gaps[:, number, None], left)
+        gap = np.minimum(trace.gaps[:, index, None], left)
         waited = np.minimum(down, gap)
         parts["detection"] += np.minimum(waited, tier.detect_seconds)
         parts["restart"] += np.maximum(0.0, waited - tier.detect_seconds)
@@ -162,9 +162,9 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
         left = left - gap
         ended = left <= 0
         recovering = gap <= down  # the failure came during the recovery from the previous one
-        chance = trace.chance[:, number, None]
-        gone = np.where(recovering, chance < copy_lost + (1 - copy_lost) / nodes, chance < copy_lost)
-        in_memory = ~gone if tier.refresh_seconds else np.zeros(shape, bool)
+        chance = trace.chance[:, index, None]
+        replica_lost = np.where(recovering, chance < copy_lost + (1 - copy_lost) / nodes, chance < copy_lost)
+        in_memory = ~replica_lost if tier.refresh_seconds else np.zeros(shape, bool)
         kept = np.floor(reached / max(tier.refresh_seconds, 1e-9)) * tier.refresh_seconds
         back = np.where(in_memory, np.maximum(kept, committed), committed)
         parts["redone"] += np.where(ended, 0.0, reached - back)

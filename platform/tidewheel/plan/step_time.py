@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidewheel.plan import communication
+from tidewheel.plan.activations import computed_again, traffic_of_parts
 from tidewheel.plan.communication import Axis
 from tidewheel.plan.hardware import ClusterConfig, Gpu
-from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
 
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward pass over its forward pass: flash attention recomputes the scores (arXiv:2205.14135,
@@ -79,22 +80,19 @@ def step_time(job: Job, layout: Layout, cluster: ClusterConfig) -> StepTime:
 
 
 def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> StepTime:
-    p, number, gpu = layout.parallel, layout.micro_batches, cluster.kind
+    p, num_micro_batches, gpu = layout.parallel, layout.micro_batches, cluster.kind
     forward, backward = passes(job, layout, cluster, share)
-    held = share.blocks * (job.block_matrices / p.tensor + job.block_norms)
-    held += (share.first + share.last) * job.vocabulary_matrix / p.tensor
-    if job.model.tie_embeddings and p.pipeline == 1:
-        held -= job.vocabulary_matrix / p.tensor
-    found = communication.groups(cluster, layout)
-    axes = (communication.tensor_axis(job, layout, share, found["tensor"]),
-            communication.context_axis(job, layout, share, found["context"]),
-            communication.pipeline_axis(job, layout, cluster, found["pipeline"]),
-            communication.data_axis(job, layout, held, share.blocks, found, forward, backward))
-    waiting = bubble(p.pipeline_schedule, p.pipeline, number, p.stages_per_rank)
-    compute = number * (forward + backward)
+    parameters = held(job, layout, share)
+    groups = communication.groups(cluster, layout)
+    axes = (communication.tensor_axis(job, layout, share, groups["tensor"]),
+            communication.context_axis(job, layout, share, groups["context"]),
+            communication.pipeline_axis(job, layout, cluster, groups["pipeline"]),
+            communication.data_axis(job, layout, parameters, groups, forward, backward))
+    waiting = bubble(p.pipeline_schedule, p.pipeline, num_micro_batches, p.stages_per_rank)
+    compute = num_micro_batches * (forward + backward)
     inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context"))  # stretches every pass
     outside = sum(axis.exposed for axis in axes) - inside
-    update = optimizer_seconds(job, layout, held, gpu)
+    update = optimizer_seconds(job, layout, parameters.whole, gpu)
     seconds = ((compute + inside) / (1 - waiting) + outside + update) / cluster.efficiency
     tokens = job.config.batch.global_sequences * job.sequence_length
     flops = job.model.flops_per_token(job.vocabulary_size, job.sequence_length) * tokens
@@ -124,7 +122,7 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     scores /= min(rate, gpu.attention)
     elements = tokens * share.blocks * _traffic(job, p.tensor) / gpu.hbm
     forward = products + scores + elements
-    products_again, elements_again, scores_again = _computed_again(layout)
+    products_again, elements_again, scores_again = computed_again(job, layout)
     backward = products * (2 + products_again) + scores * (ATTENTION_BACKWARD + scores_again)
     backward += elements * (2 + elements_again)
     if layout.memory.activation_checkpointing == "offload":  # the passes overlap the copies as far as they take longer
@@ -142,28 +140,11 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
 def _traffic(job: Job, tensor: int) -> float:
     """Return the bytes per token and block that a forward pass moves outside matrix products and attention.
 
-    With element-wise operations fused: a residual is read with the branch that is added, written and normed, (2 r + 2
-    a) D/T, twice; RoPE reads and writes 2 a (H + K) E/T; SwiGLU 3 a F/T. A backward pass moves twice as much. Without
-    compilation nothing is fused and intermediates are fp32, which doubles all of it.
+    A backward pass moves twice as much. Without compilation nothing is fused and intermediates are fp32, which doubles
+    all of it.
     """
-    model, a, r = job.model, job.compute_bytes, job.residual_bytes
-    turned = (model.num_heads + model.kv_heads) * model.head_width
-    inner = (model.FEED_FORWARD.inputs + 1) * a * model.ffn_width
-    traffic = (2 * (2 * r + 2 * a) * model.dim + 2 * a * turned + inner) / tensor
+    traffic = sum(traffic_of_parts(job, tensor).values())
     return traffic if job.config.compile else 2 * traffic
-
-
-def _computed_again(layout: Layout) -> tuple[float, float, float]:
-    """Return how many forward passes of (products, element-wise, attention) the backward pass repeats."""
-    memory = layout.memory
-    kind = memory.activation_checkpointing
-    if kind in ("full", "offload"):
-        return 1.0, 1.0, 1.0
-    if kind == "every_nth":
-        return 1 / memory.every, 1 / memory.every, 1 / memory.every
-    if kind == "selective":
-        return (1 / memory.recompute_products if memory.recompute_products else 0.0), 1.0, 0.0
-    return 0.0, 0.0, 0.0
 
 
 def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> float:

@@ -57,13 +57,13 @@ def ranked(ranking: Ranking, top: int) -> list[Row]:
     return [layout_row(str(rank), planned) for rank, planned in enumerate(list(best.values())[:top], 1)]
 
 
-def layout_row(name: str, each: Planned) -> Row:
+def layout_row(name: str, planned: Planned) -> Row:
     """Return a row of the table of layouts."""
-    layout, time = each.layout, each.time
+    layout, time = planned.layout, planned.time
     return {"": name, "layout": layout.describe(),
             "schedule": layout.parallel.pipeline_schedule if layout.parallel.pipeline > 1 else "-",
             "batches": f"{layout.micro_batches} of {layout.micro_sequences}",
-            "recomputed": layout.memory.activation_checkpointing, "GB/GPU": f"{each.memory.total / GB:.1f}",
+            "recomputed": layout.memory.activation_checkpointing, "GB/GPU": f"{planned.memory.total / GB:.1f}",
             "s/step": f"{time.seconds:.2f}", "MFU %": f"{100 * time.mfu:.1f}", "bubble %": f"{100 * time.bubble:.1f}",
             "exposed %": f"{100 * time.exposed / time.seconds:.1f}",
             "tokens/s": f"{time.tokens_per_second:,.0f}"}
@@ -72,42 +72,43 @@ def layout_row(name: str, each: Planned) -> Row:
 def memory_rows(plans: Sequence[tuple[str, Planned]]) -> list[Row]:
     """Return rows of GB by part, with a column per layout."""
     names = list(plans[0][1].memory.parts())
-    rows: list[Row] = [{"GB on a GPU": name, **{title: f"{each.memory.parts()[name] / GB:.2f}"
-                                               for title, each in plans}} for name in names]
-    rows.append({"GB on a GPU": "at most at a time", **{title: f"{each.memory.total / GB:.2f}"
-                                                       for title, each in plans}})
+    rows: list[Row] = [{"GB on a GPU": name, **{title: f"{planned.memory.parts()[name] / GB:.2f}"
+                                               for title, planned in plans}} for name in names]
+    rows.append({"GB on a GPU": "at most at a time", **{title: f"{planned.memory.total / GB:.2f}"
+                                                       for title, planned in plans}})
     return rows
 
 
-def communication_rows(each: Planned) -> list[Row]:
+def communication_rows(planned: Planned) -> list[Row]:
     """Return a row per axis of the mesh."""
     return [{"axis": axis.name, "ranks": axis.ranks, "across nodes": "yes" if axis.across_nodes else "no",
              "GB sent per step and GPU": f"{axis.bytes / GB:.2f}", "s on the links": f"{axis.seconds:.3f}",
-             "s not hidden": f"{axis.exposed:.3f}"} for axis in each.time.axes if axis.ranks > 1]
+             "s not hidden": f"{axis.exposed:.3f}"} for axis in planned.time.axes if axis.ranks > 1]
 
 
-def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
+def summary_rows(job: Job, cluster: ClusterConfig, run_cost: Summary) -> list[Row]:
     """Return rows about the whole run.
 
     Args:
         job: the run.
         cluster: the cluster.
-        found: cost of the run.
+        run_cost: cost of the run.
     """
     values = {
         "model": f"{job.parameters / 1e9:.2f} B parameters; their state "
                  f"{job.parameters * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes) / GB:,.1f} GB",
-        "run": f"{job.config.steps:,} steps, {found.tokens / 1e9:,.1f} B tokens",
-        "checkpoint": f"{found.checkpoint_bytes / GB:,.1f} GB; stops training {found.save_stall_seconds:.2f} s, is in "
-                      f"storage {found.upload_seconds:.0f} s later, loads in {found.load_seconds:.0f} s",
-        "memory tier": _memory_tier(found.memory_tier),
-        "failures": f"one every {found.mtbf_seconds / 3600:.1f} h ({cluster.failures.rate})",
-        "goodput": f"{100 * found.goodput:.2f} % saving every {found.interval_seconds / 60:.1f} min as configured; "
-                   f"best {100 * found.best_goodput:.2f} % every {found.best_interval_seconds / 60:g} min",
-        "tokens a day": f"{found.tokens_per_day / 1e9:,.2f} B",
-        "time": f"{found.days:,.1f} days, {found.gpu_hours:,.0f} GPU hours"}
-    if found.cost is not None:
-        values["cost"] = f"{found.cost:,.0f}"
+        "run": f"{job.config.steps:,} steps, {run_cost.tokens / 1e9:,.1f} B tokens",
+        "checkpoint": f"{run_cost.checkpoint_bytes / GB:,.1f} GB; stops training {run_cost.save_stall_seconds:.2f} s, "
+                      f"is in storage {run_cost.upload_seconds:.0f} s later, loads in {run_cost.load_seconds:.0f} s",
+        "memory tier": _memory_tier(run_cost.memory_tier),
+        "failures": f"one every {run_cost.mtbf_seconds / 3600:.1f} h ({cluster.failures.rate})",
+        "goodput": f"{100 * run_cost.goodput:.2f} % saving every {run_cost.interval_seconds / 60:.1f} min "
+                   f"as configured; best {100 * run_cost.best_goodput:.2f} % "
+                   f"every {run_cost.best_interval_seconds / 60:g} min",
+        "tokens a day": f"{run_cost.tokens_per_day / 1e9:,.2f} B",
+        "time": f"{run_cost.days:,.1f} days, {run_cost.gpu_hours:,.0f} GPU hours"}
+    if run_cost.cost is not None:
+        values["cost"] = f"{run_cost.cost:,.0f}"
     return [{"what": name, "value": value} for name, value in values.items()]
 
 
@@ -120,11 +121,11 @@ def _memory_tier(cost: MemoryTierCost | None) -> str:
     return f"a copy {every}; takes {cost.host_bytes / GB:,.0f} GB of a node's host memory; {sent}"
 
 
-def request_rows(found: Summary) -> list[Row]:
+def request_rows(run_cost: Summary) -> list[Row]:
     """Return a row per purpose of the requests to an object store."""
-    rows = [{"storage requests": each.what, "a day, at most": f"{each.a_day:,}", "": each.how}
-            for each in found.requests]
-    total = sum(each.a_day for each in found.requests)
+    rows = [{"storage requests": purpose.what, "a day, at most": f"{purpose.a_day:,}", "": purpose.how}
+            for purpose in run_cost.requests]
+    total = sum(purpose.a_day for purpose in run_cost.requests)
     return [*rows, {"storage requests": "all", "a day, at most": f"{total:,}", "": "if the run is on an object store"}]
 
 
@@ -152,7 +153,8 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
     if ranking.fitting and (axes := communication_rows(ranking.fitting[0])):
         print_table(axes, title="communication of the first")
     if ranking.refused:
-        print_table([asdict(each) for each in ranking.refused], title="what does not fit, and the nearest that does")
+        print_table([asdict(refused) for refused in ranking.refused],
+                    title="what does not fit, and the nearest that does")
     if reason:
         print(f"yours: {reason}")
     if ranking.nearest:
@@ -163,31 +165,32 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
         print(f"use it: {_options(ranking.fitting[0])}")
 
 
-def _options(each: Planned) -> str:
-    return " ".join(f"--set {key}={value}" for key, value in each.layout.settings().items())
+def _options(planned: Planned) -> str:
+    return " ".join(f"--set {key}={value}" for key, value in planned.layout.settings().items())
 
 
-def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, found: Summary | None) -> dict[str, Any]:
+def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, run_cost: Summary | None) -> dict[str, Any]:
     """Return the plan as JSON values, in bytes and seconds.
 
     Args:
         job: the run.
         cluster: the cluster.
         ranking: its layouts.
-        found: cost of the run with the first layout, if one fits.
+        run_cost: cost of the run with the first layout, if one fits.
     """
     return {"model": {"parameters": job.parameters, "vocabulary_size": job.vocabulary_size,
                       "sequence_length": job.sequence_length},
             "cluster": cluster.canonical(), "gpu": cluster.kind.canonical(), "tried": ranking.tried,
-            "layouts": [_values(each) for each in ranking.fitting],
+            "layouts": [_values(planned) for planned in ranking.fitting],
             "own": None if ranking.own is None else _values(ranking.own), "own_reason": ranking.own_reason,
             "nearest": None if ranking.nearest is None else _values(ranking.nearest),
-            "refused": [asdict(each) for each in ranking.refused],
-            "run": None if found is None else asdict(found)}
+            "refused": [asdict(refused) for refused in ranking.refused],
+            "run": None if run_cost is None else asdict(run_cost)}
 
 
-def _values(each: Planned) -> dict[str, Any]:
-    time = asdict(each.time)
-    return {"layout": each.layout.describe(), "settings": each.layout.settings(), "data_ranks": each.layout.data,
-            "micro_batches": each.layout.micro_batches,
-            "memory": {**each.memory.parts(), "state": each.memory.state, "total": each.memory.total}, "time": time}
+def _values(planned: Planned) -> dict[str, Any]:
+    time = asdict(planned.time)
+    memory = {**planned.memory.parts(), "state": planned.memory.state, "total": planned.memory.total}
+    return {"layout": planned.layout.describe(), "settings": planned.layout.settings(),
+            "data_ranks": planned.layout.data, "micro_batches": planned.layout.micro_batches,
+            "memory": memory, "time": time}

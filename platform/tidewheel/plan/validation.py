@@ -69,10 +69,10 @@ def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
     observed = [observe(store(run)) for run in runs]
     lines = []
     for run in observed:
-        others = [other for other in observed if other is not run] or [run]
-        same_size = [other for other in others if other.workers == run.workers]
+        other_runs = [other for other in observed if other is not run] or [run]
+        same_size = [other for other in other_runs if other.workers == run.workers]
         steps = [other.step_seconds for other in same_size] or [run.step_seconds]
-        predicted = predict(run, _mean(same_size or others), sum(steps) / len(steps))
+        predicted = predict(run, _mean(same_size or other_runs), sum(steps) / len(steps))
         lines.append({"run": run.run, "workers": run.workers, "failures": len(run.failures),
                       "seconds": round(run.seconds, 1), "predicted": f"{100 * predicted:.1f} %",
                       "measured": f"{100 * run.goodput:.1f} %",
@@ -80,27 +80,27 @@ def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def observe(place: Store) -> Observed:
+def observe(run_store: Store) -> Observed:
     """Read a run's ledger and events.
 
     Raises:
         ConfigError: the run has no step, or was resized on purpose, which is not simulated.
     """
-    events = jsonlog.read(place, "events.jsonl")
-    config = place.read_json("run.json")["config"]
-    summary = summarise(jsonlog.read(place, "ledger.jsonl"), events)
-    if any(one.ended_by == "resize" for one in summary.generations):
-        raise ConfigError("the run was resized on purpose; only failures are simulated", where=place.uri,
+    events = jsonlog.read(run_store, "events.jsonl")
+    config = run_store.read_json("run.json")["config"]
+    summary = summarise(jsonlog.read(run_store, "ledger.jsonl"), events)
+    if any(generation.ended_by == "resize" for generation in summary.generations):
+        raise ConfigError("the run was resized on purpose; only failures are simulated", where=run_store.uri,
                           fix="compare a run whose number of workers was fixed")
     starts = [part["start"] for part in summary.records if part["category"] == "productive"]
     if not starts:
-        raise ConfigError("the run has not done a step", where=place.uri, fix="give a run that has")
+        raise ConfigError("the run has not done a step", where=run_store.uri, fix="give a run that has")
     start = min(starts)
     end = summary.generations[-1].end
     parts = _of_one_worker(summary, start)
     failures, detections = _failures(summary)
     redos = [time for time in failures if time > start]
-    done = len(jsonlog.read(place, "batches.jsonl"))
+    done = len(jsonlog.read(run_store, "batches.jsonl"))
     working = sum(parts.get(name, 0.0) for name in ("productive", "redone", "data_wait"))
     commits = [event["detail"] for event in events if event["kind"] == "commit"]
     saves = [event["detail"]["step"] for event in events if event["kind"] == "save"]
@@ -110,14 +110,14 @@ def observe(place: Store) -> Observed:
     memory_tier = checkpoint.get("memory_tier", checkpoint.get("memory", {}))  # "memory" in runs of earlier releases
     refresh_steps = memory_tier.get("every_steps", 0) if in_memory else 0
     if refresh_steps == "auto":
-        refresh_steps = _refresh_steps(jsonlog.read(place, "metrics.jsonl"))
+        refresh_steps = _refresh_steps(jsonlog.read(run_store, "metrics.jsonl"))
     tier = TierConfig(
         detect_seconds=sum(detections) / max(1, len(detections)),
         restart_seconds=parts.get("restart", 0.0) / max(1, len(redos)), load_seconds=0.0,
         save_stall_seconds=parts.get("save_stall", 0.0) / max(1, len(saves)),
         upload_seconds=sum(uploads) / max(1, len(uploads)))
     return Observed(
-        run=place.uri.rsplit("/", 1)[-1], workers=max(one.workers for one in summary.generations),
+        run=run_store.uri.rsplit("/", 1)[-1], workers=max(generation.workers for generation in summary.generations),
         failures=tuple(time - start for time in redos), seconds=end - start,
         goodput=(parts.get("productive", 0.0) + parts.get("data_wait", 0.0)) / (end - start),
         step_seconds=working / max(1, done), every_steps=_interval(saves), refresh_steps=refresh_steps, tier=tier)
@@ -138,7 +138,7 @@ def _interval(saves: Sequence[int]) -> int:
 
 def _of_one_worker(summary: LedgerSummary, start: float) -> dict[str, float]:
     """Return seconds by category from `start` on, averaged over the workers of each generation."""
-    sizes = {one.number: one.workers for one in summary.generations}
+    sizes = {generation.number: generation.workers for generation in summary.generations}
     parts: dict[str, float] = {}
     for part in summary.records:
         seconds = max(0.0, part["end"] - max(start, part["start"])) / sizes[part["generation"]]
@@ -149,13 +149,13 @@ def _of_one_worker(summary: LedgerSummary, start: float) -> dict[str, float]:
 def _failures(summary: LedgerSummary) -> tuple[list[float], list[float]]:
     """Return the time of each failure, and the seconds until it was detected, by the workers' own clocks."""
     times, seconds = [], []
-    for one in summary.generations:
-        if one.ended_by != "failure":
+    for generation in summary.generations:
+        if generation.ended_by != "failure":
             continue
         lost = [part["end"] - part["start"] for part in summary.records
-                if part["generation"] == one.number and part["category"] == "detection"]
-        seconds.append(sum(lost) / one.workers)
-        times.append(one.end - seconds[-1])
+                if part["generation"] == generation.number and part["category"] == "detection"]
+        seconds.append(sum(lost) / generation.workers)
+        times.append(generation.end - seconds[-1])
     return times, seconds
 
 

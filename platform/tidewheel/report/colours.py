@@ -8,7 +8,7 @@ from typing import Any
 from zlib import crc32
 
 PALETTE = tuple(f"var(--d{number})" for number in range(16))
-"""The page's colours for things that are told apart; the last one is for all the rest."""
+"""The page's colours for distinct items; the last one is for all other items."""
 
 
 def of_reasons(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -25,14 +25,14 @@ def of_reasons(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for reason, dropped in stage.get("dropped", {}).items():
             totals[reason] = totals.get(reason, 0) + dropped
     ordered = sorted((reason for reason in totals if totals[reason]), key=lambda reason: (-totals[reason], reason))
-    found: dict[str, str] = {}
+    colours: dict[str, str] = {}
     free = set(range(len(PALETTE) - 1))
     for reason in ordered:
         wish = crc32(reason.encode()) % (len(PALETTE) - 1)
-        place = min(free, key=lambda slot: (slot - wish) % (len(PALETTE) - 1), default=len(PALETTE) - 1)
-        free.discard(place)
-        found[reason] = PALETTE[place]
-    return found
+        nearest = min(free, key=lambda slot: (slot - wish) % (len(PALETTE) - 1), default=len(PALETTE) - 1)
+        free.discard(nearest)
+        colours[reason] = PALETTE[nearest]
+    return colours
 
 
 def of_stages(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -40,11 +40,11 @@ def of_stages(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     reason has."""
     reasons = of_reasons(stages)
     free = [colour for colour in PALETTE[:-1] if colour not in reasons.values()]
-    found = {}
+    colours = {}
     for stage in stages:
         dropped = [reason for reason, count in stage.get("dropped", {}).items() if count]
         if len(dropped) == 1:
-            found[stage["name"]] = reasons[dropped[0]]
+            colours[stage["name"]] = reasons[dropped[0]]
         elif dropped:
-            found[stage["name"]] = free.pop(0) if free else PALETTE[-1]
-    return found
+            colours[stage["name"]] = free.pop(0) if free else PALETTE[-1]
+    return colours

@@ -14,19 +14,19 @@ _ACTIONS = {"drop": "dropped", "cut": "cut around the match", "annotate": "repor
 _MATCH_CHARACTERS = 240
 
 
-def section(found: Mapping[str, Any]) -> list[Html]:
+def section(contamination: Mapping[str, Any]) -> list[Html]:
     """Return the blocks of the section from `contamination` of summary.json; [] if the recipe has no such step."""
-    if not found:
+    if not contamination:
         return []
-    documents, came = found["documents"], found["documents_in"]
-    done = _ACTIONS.get(found["action"], found["action"])
-    told = (f"{documents:,} of {came:,} documents ({percent(documents, came, 2)}) hold evaluation items; they are "
-            f"{done}.")
-    blocks = [tag("p", told, " ", _packed(found.get("packed"))), _benchmarks(found["benchmarks"])]
-    if found["top"]:
-        blocks.append(details("Items found in most documents, with the document's own words", _items(found["top"]),
-                              open_=True))
-    packed = found.get("packed") or {}
+    documents, num_read = contamination["documents"], contamination["documents_in"]
+    done = _ACTIONS.get(contamination["action"], contamination["action"])
+    sentence = (f"{documents:,} of {num_read:,} documents ({percent(documents, num_read, 2)}) hold evaluation items; "
+                f"they are {done}.")
+    blocks = [tag("p", sentence, " ", _packed(contamination.get("packed"))), _benchmarks(contamination["benchmarks"])]
+    if contamination["top"]:
+        blocks.append(details("Items found in most documents, with the document's own words",
+                              _items(contamination["top"]), open_=True))
+    packed = contamination.get("packed") or {}
     if packed.get("matches"):
         blocks.append(details("Found in the packed rows", _packed_items(packed["matches"]), open_=True))
     return blocks
@@ -41,10 +41,10 @@ def _packed(packed: Mapping[str, Any] | None) -> Html | None:
     return badge(text, "good" if clean else "bad")
 
 
-def _benchmarks(found: Mapping[str, Mapping[str, int]]) -> Html:
+def _benchmarks(benchmarks: Mapping[str, Mapping[str, int]]) -> Html:
     rows = [(name, f"{entry['items']:,}", f"{entry['items_found']:,}", percent(entry["items_found"], entry["items"], 2),
              f"{entry['documents']:,}")
-            for name, entry in sorted(found.items(), key=lambda pair: (-pair[1]["documents"], pair[0]))]
+            for name, entry in sorted(benchmarks.items(), key=lambda pair: (-pair[1]["documents"], pair[0]))]
     return table(("benchmark", "items", "items found", "share", "documents"), rows, numeric=(1, 2, 3, 4))
 
 

@@ -44,15 +44,15 @@ class Disturbance:
 
 def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Disturbance]:
     """Return all disturbances, the oldest first. The start of the run is the first one."""
-    found: list[Disturbance] = []
+    all_disturbances: list[Disturbance] = []
     size, opened = 0, False
     for event in events:
         if event.kind not in CAUSES | CONSEQUENCES:
             continue
         if not opened:
-            found.append(Disturbance(event, workers=(size, size)))
+            all_disturbances.append(Disturbance(event, workers=(size, size)))
             opened = True
-        current = found[-1]
+        current = all_disturbances[-1]
         current.kinds.append(event.kind)
         for name, amount in event.cost.items():
             current.cost[name] = current.cost.get(name, 0.0) + amount
@@ -61,44 +61,48 @@ def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Distu
             current.workers, current.end, opened = (current.workers[0], size), event.time, False
             redo = event.detail.get("redo")
             current.redone += redo if isinstance(redo, int) else 0
-    _pauses(found, metrics)
-    return [each for each in found if each.pause or sum(each.cost.values()) >= 0.05 or "start" in each.kinds]
+    _pauses(all_disturbances, metrics)
+    return [disturbance for disturbance in all_disturbances
+            if disturbance.pause or sum(disturbance.cost.values()) >= 0.05 or "start" in disturbance.kinds]
 
 
-def _pauses(found: Sequence[Disturbance], metrics: Sequence[dict]) -> None:
+def _pauses(all_disturbances: Sequence[Disturbance], metrics: Sequence[dict]) -> None:
     """Set each disturbance's pause: the gap between two steps belongs to the first disturbance that overlaps it."""
     times = sorted(float(line["time"]) for line in metrics if "loss" in line and "time" in line)
-    if found and times:
-        found[0].pause = max(0.0, times[0] - found[0].begin.time)
+    if all_disturbances and times:
+        all_disturbances[0].pause = max(0.0, times[0] - all_disturbances[0].begin.time)
     at = 0
     for before, after in itertools.pairwise(times):
-        while at < len(found) and found[at].end < before:
+        while at < len(all_disturbances) and all_disturbances[at].end < before:
             at += 1
-        if at < len(found) and found[at].begin.time < after:
-            found[at].pause = max(found[at].pause, after - before)
+        if at < len(all_disturbances) and all_disturbances[at].begin.time < after:
+            all_disturbances[at].pause = max(all_disturbances[at].pause, after - before)
 
 
-def disturbance_table(found: Sequence[Disturbance], began: float) -> Html:
+def disturbance_table(shown: Sequence[Disturbance], began: float) -> Html:
     """Return a table with a row per disturbance, and their sum."""
-    if not found:
+    if not shown:
         return Html("")
-    used = [name for name in SHOWN if any(each.cost.get(name, 0) >= 0.05 for each in found)]
+    used = [name for name in SHOWN if any(disturbance.cost.get(name, 0) >= 0.05 for disturbance in shown)]
     rows: list[tuple[Any, ...]] = []
-    for each in found[:AT_MOST]:
-        before, after = each.workers
-        rows.append((seconds(each.begin.time - began), badge(each.name, _tone(each)),
-                     f"{before or '–'} → {after or '–'}", seconds(each.pause), each.redone or "–",
-                     *(_amount(each.cost.get(name, 0.0)) for name in used),
-                     _amount(sum(each.cost.get(name, 0.0) for name in SHOWN))))
-    whole = {name: sum(each.cost.get(name, 0.0) for each in found) for name in SHOWN}
-    rows.append(("all", "", "", seconds(sum(each.pause for each in found)), sum(each.redone for each in found),
+    for disturbance in shown[:AT_MOST]:
+        before, after = disturbance.workers
+        rows.append((seconds(disturbance.begin.time - began), badge(disturbance.name, _tone(disturbance)),
+                     f"{before or '–'} → {after or '–'}", seconds(disturbance.pause), disturbance.redone or "–",
+                     *(_amount(disturbance.cost.get(name, 0.0)) for name in used),
+                     _amount(sum(disturbance.cost.get(name, 0.0) for name in SHOWN))))
+    whole = {name: sum(disturbance.cost.get(name, 0.0) for disturbance in shown) for name in SHOWN}
+    rows.append(("all", "", "", seconds(sum(disturbance.pause for disturbance in shown)),
+                 sum(disturbance.redone for disturbance in shown),
                  *(_amount(whole[name]) for name in used), _amount(sum(whole.values()))))
     head = ("time", "what happened", "workers", "pause", "steps redone", *used, "all")
     return table(head, rows, numeric=(0, *range(3, len(head))))
 
 
-def _tone(each: Disturbance) -> str:
-    return "bad" if {"node_lost", "failure"} & set(each.kinds) else "good" if "node_joined" in each.kinds else ""
+def _tone(disturbance: Disturbance) -> str:
+    if {"node_lost", "failure"} & set(disturbance.kinds):
+        return "bad"
+    return "good" if "node_joined" in disturbance.kinds else ""
 
 
 def _amount(value: float) -> str:

@@ -13,7 +13,7 @@ from tidewheel.storage import Store
 SIDE_BY_SIDE = 6
 CHARACTERS = 260
 QUARANTINE_EXAMPLES, QUARANTINE_FILES, QUARANTINE_BYTES = 3, 32, 1 << 20
-"""Examples of each reason, from at most so many files and so many bytes of each."""
+"""Largest numbers of examples per reason, of files to read them from, and of bytes per file."""
 
 
 def side_by_side(kept: Sequence[Mapping[str, Any]], samples: Mapping[str, Mapping[str, list[Mapping[str, Any]]]],
@@ -26,23 +26,23 @@ def side_by_side(kept: Sequence[Mapping[str, Any]], samples: Mapping[str, Mappin
         dropped: {stage: {reason: documents}}; other entries of `samples` are edits.
         colours: colours of reasons.
     """
-    gone = _taken_in_turn([(stage, reason, samples.get(stage, {}).get(reason, []))
-                           for stage, counted in dropped.items()
-                           for reason, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))])
-    if not kept or not gone:
+    dropped_examples = _taken_in_turn([(stage, reason, samples.get(stage, {}).get(reason, []))
+                                       for stage, counted in dropped.items()
+                                       for reason, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))])
+    if not kept or not dropped_examples:
         return None
-    left = [_card(each, "var(--kept)", "kept") for each in kept[:SIDE_BY_SIDE]]
-    right = [_card(each, colours.get(reason, "var(--faint)"), f"{reason.replace('_', ' ')} · {stage}")
-             for stage, reason, each in gone[:SIDE_BY_SIDE]]
+    left = [_card(example, "var(--kept)", "kept") for example in kept[:SIDE_BY_SIDE]]
+    right = [_card(example, colours.get(reason, "var(--faint)"), f"{reason.replace('_', ' ')} · {stage}")
+             for stage, reason, example in dropped_examples[:SIDE_BY_SIDE]]
     return join([tag("h3", "Kept and dropped, side by side"), tag("div", tag("div", *left), tag("div", *right),
                                                                 class_="sides")])
 
 
-def _taken_in_turn(found: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]
+def _taken_in_turn(by_reason: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]
                    ) -> list[tuple[str, str, Mapping[str, Any]]]:
     """Return the first example of each reason, then the second of each, and so on."""
-    longest = max((len(examples) for _, _, examples in found), default=0)
-    return [(stage, reason, examples[at]) for at in range(longest) for stage, reason, examples in found
+    longest = max((len(examples) for _, _, examples in by_reason), default=0)
+    return [(stage, reason, examples[at]) for at in range(longest) for stage, reason, examples in by_reason
             if at < len(examples)]
 
 
@@ -67,27 +67,27 @@ def quarantined(output: Store, reasons: Mapping[str, int]) -> Html | None:
         output: the pipeline's output.
         reasons: `quarantine` of summary.json, with the number of records.
     """
-    found: dict[str, list[dict[str, Any]]] = {reason: [] for reason, count in reasons.items() if count}
+    by_reason: dict[str, list[dict[str, Any]]] = {reason: [] for reason, count in reasons.items() if count}
     for record in _records(output):
-        examples = found.get(str(record.get("reason")))
+        examples = by_reason.get(str(record.get("reason")))
         if examples is not None and len(examples) < QUARANTINE_EXAMPLES:
             examples.append(record)
-        if all(len(examples) >= min(QUARANTINE_EXAMPLES, reasons[reason]) for reason, examples in found.items()):
+        if all(len(examples) >= min(QUARANTINE_EXAMPLES, reasons[reason]) for reason, examples in by_reason.items()):
             break
     blocks: list[Html] = []
-    for reason, examples in sorted(found.items(), key=lambda item: (-reasons[item[0]], item[0])):
+    for reason, examples in sorted(by_reason.items(), key=lambda item: (-reasons[item[0]], item[0])):
         if examples:
             head = tag("span", reason.replace("_", " "), " ",
                        tag("span", f"· {len(examples)} of {reasons[reason]:,}", class_="count"))
             blocks.append(details(head, table(("where", "what is there", "what the reader says"),
-                                              [_place(each) for each in examples]), open_=not blocks))
+                                              [_place(example) for example in examples]), open_=not blocks))
     return join(blocks) if blocks else None
 
 
 def _place(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     line, offset = record.get("line") or 0, record.get("offset") or 0
-    place = f" line {line:,}" if line else f" from byte {offset:,}" if offset else ""
-    return (join([tag("code", shorten(printable(str(record.get("file", ""))), 90)), place]),
+    position = f" line {line:,}" if line else f" from byte {offset:,}" if offset else ""
+    return (join([tag("code", shorten(printable(str(record.get("file", ""))), 90)), position]),
             tag("code", one_line(record.get("head", ""), 160) or "–"), one_line(record.get("detail", ""), 160) or "–")
 
 

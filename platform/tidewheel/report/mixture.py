@@ -13,9 +13,9 @@ NOTE = ("What the planned run reads of each domain: whole sequences, fixed by th
         "of a domain once; the audit recomputes the same from the digests of the batches.")
 
 
-def section(found: Mapping[str, Any]) -> list[Html]:
+def section(mixture: Mapping[str, Any]) -> list[Html]:
     """Return the blocks of the section from `data.mixture` of run.json; [] if the run reads one shard set."""
-    domains: Sequence[Mapping[str, Any]] = found.get("proportions") or []
+    domains: Sequence[Mapping[str, Any]] = mixture.get("proportions") or []
     if not domains:
         return []
     names = [str(domain["domain"]) for domain in domains]
@@ -27,7 +27,7 @@ def section(found: Mapping[str, Any]) -> list[Html]:
     blocks = [stacked(parts, lambda amount: f"{amount:,.0f} sequences"),
               table(("domain", "sequences", "share", "epochs", "rows of the set", "its tokens"), rows,
                     numeric=(1, 2, 3, 4, 5))]
-    spans = found.get("spans") or []
+    spans = mixture.get("spans") or []
     return [*blocks, _spans(spans, names)] if len(spans) > 1 else blocks
 
 

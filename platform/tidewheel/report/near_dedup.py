@@ -14,31 +14,32 @@ _CURVE_POINTS = 101
 MIN_PAIRS = 5  # fewer in a bin say nothing
 
 
-def section(found: Mapping[str, Any]) -> list[Html]:
+def section(near_dedup: Mapping[str, Any]) -> list[Html]:
     """Return the blocks of the section from `near_dedup` of summary.json; [] if the recipe has no such step."""
-    if not found:
+    if not near_dedup:
         return []
-    sample = found.get("sample") or {}
-    blocks = [_cards(found, sample), s_curve(found["bands"], found["rows"], found["min_jaccard"],
-                                             sample.get("bins") or [])]
-    similarity = found.get("estimated_jaccard")
+    sample = near_dedup.get("sample") or {}
+    blocks = [_cards(near_dedup, sample), s_curve(near_dedup["bands"], near_dedup["rows"], near_dedup["min_jaccard"],
+                                                  sample.get("bins") or [])]
+    similarity = near_dedup.get("estimated_jaccard")
     drawn = []
     if similarity and sum(map(bool, similarity["counts"])) > 1:
         drawn.append(tag("div", tag("h3", "Estimated similarity of candidate pairs"), histogram(
             "similarity", similarity["edges"], similarity["counts"], similarity.get("limits"))))
-    if clusters := _clusters(found):
+    if clusters := _clusters(near_dedup):
         drawn.append(clusters)
     return [*blocks, columns(*drawn)] if drawn else blocks
 
 
-def _cards(found: Mapping[str, Any], sample: Mapping[str, Any]) -> Html:
-    unit = {"words": "word", "characters": "character"}.get(found.get("unit", "words"), "")
+def _cards(near_dedup: Mapping[str, Any], sample: Mapping[str, Any]) -> Html:
+    unit = {"words": "word", "characters": "character"}.get(near_dedup.get("unit", "words"), "")
     shown = [
-        ("Dropped", count(found["dropped"]), f"of {count(found['documents'])} documents", ""),
-        ("Candidate pairs", count(found["candidates"]), f"{count(found['edges'])} at {found['min_jaccard']:g} or above",
-         ""),
-        ("Signatures", f"{found['bands']} × {found['rows']}", f"bands × rows over {unit} {found['ngram']}-grams", ""),
-        ("Largest cluster", count(found.get("largest_cluster")), "a kept document and its duplicates", ""),
+        ("Dropped", count(near_dedup["dropped"]), f"of {count(near_dedup['documents'])} documents", ""),
+        ("Candidate pairs", count(near_dedup["candidates"]),
+         f"{count(near_dedup['edges'])} at {near_dedup['min_jaccard']:g} or above", ""),
+        ("Signatures", f"{near_dedup['bands']} × {near_dedup['rows']}",
+         f"bands × rows over {unit} {near_dedup['ngram']}-grams", ""),
+        ("Largest cluster", count(near_dedup.get("largest_cluster")), "a kept document and its duplicates", ""),
     ]
     if sample.get("precision") is not None:
         shown.append(("Precision", percent(sample["precision"]),
@@ -66,27 +67,28 @@ def s_curve(bands: int, rows: int, threshold: float, bins: Sequence[Mapping[str,
     svg.text(x(threshold) - 6, 40, f"threshold {threshold:g}", "end", "var(--bad)")
     steps = [at / (_CURVE_POINTS - 1) for at in range(_CURVE_POINTS)]
     svg.curve([(x(s), y(1 - (1 - s**rows) ** bands)) for s in steps], "var(--accent)", 2)
-    measured = [one for one in bins if one.get("recall") is not None and one["pairs"] >= MIN_PAIRS]
-    for one in measured:
-        middle = (one["from"] + one["to"]) / 2
-        svg.dot(x(middle), y(one["recall"]), "var(--second)", radius=min(3 + one["pairs"] ** 0.5 / 4, 9),
-                title=f"{one['from']:g} to {one['to']:g}: {one['recall']:.1%} of about {one['pairs']:,.0f} pairs, "
-                      f"{one['curve']:.1%} by the curve")
+    measured = [bin_ for bin_ in bins if bin_.get("recall") is not None and bin_["pairs"] >= MIN_PAIRS]
+    for bin_ in measured:
+        middle = (bin_["from"] + bin_["to"]) / 2
+        svg.dot(x(middle), y(bin_["recall"]), "var(--second)", radius=min(3 + bin_["pairs"] ** 0.5 / 4, 9),
+                title=f"{bin_['from']:g} to {bin_['to']:g}: {bin_['recall']:.1%} of about "
+                      f"{bin_['pairs']:,.0f} pairs, {bin_['curve']:.1%} by the curve")
     marks = [("var(--accent)", f"1 − (1 − s^{rows})^{bands}")]
     if measured:
         marks.append(("var(--second)", "measured on sampled pairs (larger: more pairs)"))
     return join([svg.render(), legend(marks)])
 
 
-def _clusters(found: Mapping[str, Any]) -> Html | None:
-    rows = [(_range(one), f"{one['clusters']:,}") for one in found.get("cluster_sizes", []) if one["clusters"]]
+def _clusters(near_dedup: Mapping[str, Any]) -> Html | None:
+    rows = [(_range(size_bin), f"{size_bin['clusters']:,}")
+            for size_bin in near_dedup.get("cluster_sizes", []) if size_bin["clusters"]]
     if not rows:
         return None
-    one_in = found.get("clusters_counted_one_in", 1)
-    told = "Clusters by size" if one_in == 1 else f"Clusters by size (one in {one_in:,} counted)"
-    return tag("div", tag("h3", told), table(("documents", "clusters"), rows, numeric=(1,)))
+    one_in = near_dedup.get("clusters_counted_one_in", 1)
+    title = "Clusters by size" if one_in == 1 else f"Clusters by size (one in {one_in:,} counted)"
+    return tag("div", tag("h3", title), table(("documents", "clusters"), rows, numeric=(1,)))
 
 
-def _range(one: Mapping[str, Any]) -> str:
-    first, last = one["from"], one["to"]
+def _range(size_bin: Mapping[str, Any]) -> str:
+    first, last = size_bin["from"], size_bin["to"]
     return f"{first:,} or more" if last is None else f"{first:,}" if last == first else f"{first:,} to {last:,}"

@@ -24,11 +24,11 @@ def section(output: Store, name: str = "shards") -> list[Html]:
     if not output.exists(f"{name}/manifest.json"):
         return []
     try:
-        found = list(islice(rows(output.at(name)), SHOWN_ROWS))
+        shown_rows = list(islice(rows(output.at(name)), SHOWN_ROWS))
     except (ShardError, InputError) as error:
         return [note(f"The set cannot be shown: {printable(error.what)}")]
-    masked = any(row.masked for row in found)
-    return [*([note(MASK_NOTE)] if masked else []), *(_row(row) for row in found)]
+    masked = any(row.masked for row in shown_rows)
+    return [*([note(MASK_NOTE)] if masked else []), *(_row(row) for row in shown_rows)]
 
 
 def _row(row: Row) -> Html:
@@ -36,7 +36,7 @@ def _row(row: Row) -> Html:
     head = tag("h3", f"Row {row.row}", tag("span", f" · {row.length:,} of {row.room:,} tokens, "
                                                    f"{len(row.segments)} segments", class_="count"))
     more = len(row.segments) - len(shown)
-    return tag("div", head, _bar(row), *(_segment(number, each, row.masked) for number, each in enumerate(shown)),
+    return tag("div", head, _bar(row), *(_segment(index, segment, row.masked) for index, segment in enumerate(shown)),
                note(f"and {more} more segments") if more else None, class_="packed")
 
 
@@ -46,8 +46,8 @@ def _bar(row: Row) -> Html:
     scale = WIDTH / max(row.room, 1)
     svg.rect(0, 2, WIDTH, 12, "var(--grid)", "padding", radius=3)
     at = 0
-    for number, segment in enumerate(row.segments):
-        colour = f"var(--s{number % SEGMENTS})"
+    for index, segment in enumerate(row.segments):
+        colour = f"var(--s{index % SEGMENTS})"
         tip = f"{segment.name}: {segment.tokens:,} tokens of {printable(segment.document)}"
         svg.rect(at * scale, 2, segment.tokens * scale - 1, 12, colour, tip, 3, 0.3 if row.masked else None)
         begin = at
@@ -59,7 +59,7 @@ def _bar(row: Row) -> Html:
     return svg.render()
 
 
-def _segment(number: int, segment: Segment, masked: bool) -> Html:
+def _segment(index: int, segment: Segment, masked: bool) -> Html:
     source = tag("span", f" · {printable(segment.source)}", class_="count") if segment.source else None
     head = tag("div", tag("b", segment.name), " ", tag("code", printable(segment.document)), source,
                tag("span", f" · {segment.tokens:,} tokens" + (f" from its token {segment.document_offset:,}"
@@ -79,4 +79,4 @@ def _segment(number: int, segment: Segment, masked: bool) -> Html:
         pieces.append(tag("mark", shown) if masked and part.learnt else join([shown]))
         if left < 0:
             break
-    return tag("div", head, tag("div", *pieces, class_="text"), class_=f"segment s{number % SEGMENTS}")
+    return tag("div", head, tag("div", *pieces, class_="text"), class_=f"segment s{index % SEGMENTS}")

@@ -143,7 +143,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = 10 ** math.floor(math.log10(span / count))
     step *= next(factor for factor in (1, 2, 2.5, 5, 10, 20) if span / (step * factor) <= count)
     first = math.ceil(low / step - 1e-9)
-    return [round((first + number) * step, 10) for number in range(int((high / step) - first + 1e-9) + 1)]
+    return [round((first + index) * step, 10) for index in range(int((high / step) - first + 1e-9) + 1)]
 
 
 def move_apart(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -183,8 +183,8 @@ def lanes(labels: Sequence[tuple[float, str]], right: float) -> list[tuple[float
     for at, text in labels:
         width = len(text) * CHARACTER + 12
         anchor, begin = ("start", at) if at + width <= right else ("end", at - width)
-        lane = next((number for number, others in enumerate(taken)
-                     if all(begin + width <= a or begin >= b for a, b in others)), len(taken))
+        lane = next((lane_index for lane_index, intervals in enumerate(taken)
+                     if all(begin + width <= a or begin >= b for a, b in intervals)), len(taken))
         if lane == len(taken):
             taken.append([])
         taken[lane].append((begin, begin + width))
@@ -222,23 +222,23 @@ def funnel(stages: Sequence[dict]) -> Html:
     whole = max([stage.get("documents_in", 0) for stage in stages], default=0) or 1
     scale = Scale(0, whole, left, right)
     colours = of_reasons(stages)
-    for number, stage in enumerate(stages):
-        top = number * row + 4
-        came, kept = stage.get("documents_in", 0), stage.get("documents_out", 0)
+    for index, stage in enumerate(stages):
+        top = index * row + 4
+        num_in, num_out = stage.get("documents_in", 0), stage.get("documents_out", 0)
         svg.text(left - 12, top + 17, stage["name"], "end", class_="strong")
         svg.rect(left, top, right - left, 24, "var(--grid)", radius=4)
-        svg.rect(left, top, scale(kept) - left, 24, "var(--kept)", f"{kept:,} kept", radius=4, opacity=0.85)
-        at = scale(kept)
+        svg.rect(left, top, scale(num_out) - left, 24, "var(--kept)", f"{num_out:,} kept", radius=4, opacity=0.85)
+        at = scale(num_out)
         for reason, dropped in sorted(stage.get("dropped", {}).items(), key=lambda item: (-item[1], item[0])):
             if not dropped:
                 continue
             width = dropped / whole * (right - left)
             svg.rect(at, top, max(width, 1.2), 24, colours[reason], f"{dropped:,} dropped: {reason}")
             at += width
-        lost = came - kept
-        svg.text(right + 14, top + 17, f"{count(came)} → {count(kept)}", class_="label")
+        lost = num_in - num_out
+        svg.text(right + 14, top + 17, f"{count(num_in)} → {count(num_out)}", class_="label")
         if lost > 0:
-            svg.text(WIDTH, top + 17, f"−{count(lost)} ({100 * lost / max(came, 1):.1f} %)", "end")
+            svg.text(WIDTH, top + 17, f"−{count(lost)} ({100 * lost / max(num_in, 1):.1f} %)", "end")
     marks = [("var(--kept)", "kept"), *((colour, reason.replace("_", " ")) for reason, colour in colours.items())]
     return join([svg.render(), legend(marks)])
 
@@ -268,10 +268,10 @@ def histogram(name: str, edges: Sequence[float], counts: Sequence[float], thresh
         svg.text(x(at), 133, short(edges[at]), "middle")
     inside = [value for value in limits if edges[first] <= value <= edges[last]]
     for value in inside:
-        at = max(number for number in range(first, last + 1) if edges[number] <= value)
+        at = max(index for index in range(first, last + 1) if edges[index] <= value)
         width = edges[at + 1] - edges[at] if at < len(edges) - 1 else 1.0
-        place = x(at + (value - edges[at]) / width)
-        svg.line(place, 22, place, 122, "var(--bad)", 1.5, "4 3")
+        threshold_x = x(at + (value - edges[at]) / width)
+        svg.line(threshold_x, 22, threshold_x, 122, "var(--bad)", 1.5, "4 3")
     if limits:
         svg.text(320, 148, "threshold " + " and ".join(f"{value:,g}" for value in limits), "end", "var(--bad)")
     return svg.render()
@@ -293,7 +293,7 @@ def short(value: float) -> str:
 
 def _drawn(edges: Sequence[float], counts: Sequence[float], limits: Sequence[float]) -> tuple[int, int]:
     """Return the first and the last edge to draw: all bins with counts, and thresholds near them."""
-    full = [at for at, number in enumerate(counts) if number] or [0]
+    full = [at for at, size in enumerate(counts) if size] or [0]
     first, last = full[0], full[-1] + 1
     for value in limits:
         before = max((at for at in range(len(edges)) if edges[at] <= value), default=0)

@@ -42,9 +42,9 @@ def render(preview: Preview, *, name: str, input: str) -> bytes:
 
 def _data(preview: Preview) -> Html:
     """Return the preview as JSON that cannot end its element."""
-    documents = [{**asdict(each), "id": printable(each.id), "source": printable(each.source),
-                  "text": printable_lines(each.text)} for each in preview.documents]
+    documents = [{**asdict(document), "id": printable(document.id), "source": printable(document.source),
+                  "text": printable_lines(document.text)} for document in preview.documents]
     value = {"documents": documents,
-             "thresholds": [asdict(each) for each in preview.thresholds]}
+             "thresholds": [asdict(document) for document in preview.thresholds]}
     text = json.dumps(value, ensure_ascii=True).replace("<", "\\u003c").replace("&", "\\u0026")
     return Html(f'<script type="application/json" id="preview-data">{text}</script>')

@@ -114,20 +114,20 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     return read.place.at("report.html")
 
 
-def _read(place: Store, pipeline_uri: str | None) -> _Run:
+def _read(run_store: Store, pipeline_uri: str | None) -> _Run:
     try:
-        run = place.read_json("run.json")
+        run = run_store.read_json("run.json")
     except FileNotFoundError:
-        raise StorageError("no run.json: this is not the folder of a run", where=place.uri,
+        raise StorageError("no run.json: this is not the folder of a run", where=run_store.uri,
                            fix="give runs/<id>, the folder that `tidewheel train` names") from None
-    metrics = sorted(jsonlog.read(place, "metrics.jsonl"), key=lambda line: line.get("time", 0))
-    records = jsonlog.read(place, "events.jsonl")
-    ledger = _ledger(jsonlog.read(place, "ledger.jsonl"), records)
+    metrics = sorted(jsonlog.read(run_store, "metrics.jsonl"), key=lambda line: line.get("time", 0))
+    records = jsonlog.read(run_store, "events.jsonl")
+    ledger = _ledger(jsonlog.read(run_store, "ledger.jsonl"), records)
     events = read_events(records, metrics, ledger)
-    result = place.read_json("result.json") if place.exists("result.json") else {}
-    names = sorted({entry.key.split("/")[1] for entry in place.list("checkpoints")
+    result = run_store.read_json("result.json") if run_store.exists("result.json") else {}
+    names = sorted({entry.key.split("/")[1] for entry in run_store.list("checkpoints")
                     if entry.key.endswith("/manifest.json")})
-    return _Run(place, run, result, metrics, ledger, events, *_pipeline(run, pipeline_uri), names)
+    return _Run(run_store, run, result, metrics, ledger, events, *_pipeline(run, pipeline_uri), names)
 
 
 def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,15 +141,15 @@ def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list
 def _pipeline(run: dict[str, Any], uri: str | None) -> tuple[dict[str, Any], Store | None]:
     """Return the pipeline's summary and output, or ({}, None) if the run reads shards from elsewhere."""
     shards = run.get("data", {}).get("shards", {}).get("uri") or run.get("config", {}).get("data", {}).get("uri") or ""
-    place = uri or (shards.rstrip("/").rpartition("/")[0] if "/" in shards else "")
-    if not place:
+    pipeline_uri = uri or (shards.rstrip("/").rpartition("/")[0] if "/" in shards else "")
+    if not pipeline_uri:
         return {}, None
     try:
-        output = storage.store(place)
+        output = storage.store(pipeline_uri)
         return output.read_json("summary.json"), output
     except (FileNotFoundError, StorageError):
         if uri:
-            raise StorageError("no readable summary.json of a pipeline", where=place,
+            raise StorageError("no readable summary.json of a pipeline", where=pipeline_uri,
                                fix="give what `tidewheel data run` wrote (--output), or leave it out") from None
         return {}, None
 
@@ -277,8 +277,8 @@ def _time(read: _Run) -> list[Html]:
 
 
 def _disturbances(read: _Run) -> Html:
-    found = disturbances(read.events, read.metrics)
-    return disturbance_table(found, read.events[0].time) if len(found) > 1 else Html("")
+    all_disturbances = disturbances(read.events, read.metrics)
+    return disturbance_table(all_disturbances, read.events[0].time) if len(all_disturbances) > 1 else Html("")
 
 
 def _saves(read: _Run) -> list[float]:

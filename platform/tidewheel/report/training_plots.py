@@ -53,15 +53,15 @@ def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict
     losses = [float(steps[step]["loss"]) for step in order]
     x = Scale(min(order[0], 1), max(order[-1], 2), LEFT, RIGHT)
     labels = [(x(mark.step), mark.label) for mark in marks]
-    places = lanes(labels, RIGHT + 150)
-    top = 26 + LANE * (1 + _last_lane(places))
+    label_places = lanes(labels, RIGHT + 150)
+    top = 26 + LANE * (1 + _last_lane(label_places))
     loss_end, speed_start = top + 250, top + 290
     speed_end, size_start = speed_start + 64, speed_start + 98
     bottom = size_start + 40
     svg = Svg(bottom + 34, "loss by step, with tokens per second, world size and events")
     values = [*losses, *valid.values(), *references.values()]
     y = Scale(min(values) - 0.04 * (max(values) - min(values)), max(values), loss_end, top)
-    _marks(svg, marks, labels, places, bottom)
+    _marks(svg, marks, labels, label_places, bottom)
     grid(svg, y, LEFT, RIGHT, "loss, nats per token", 6)
     _references(svg, y, references, losses, valid, (top, loss_end))
     smooth = _smooth(losses)
@@ -98,15 +98,15 @@ def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence
     begin = min(times)
     x = Scale(0, max(times) - begin, LEFT, RIGHT)
     labels = [(x(mark.time - begin), mark.label) for mark in marks]
-    places = lanes(labels, RIGHT + 150)
-    top = 26 + LANE * (1 + _last_lane(places))
+    label_places = lanes(labels, RIGHT + 150)
+    top = 26 + LANE * (1 + _last_lane(label_places))
     rows = _workers(ledger)
     step_end, size_end = top + 110, top + 182
     save_at = size_end + 22
     rows_start = save_at + 26
     bottom = rows_start + 22 * len(rows)
     svg = Svg(bottom + 34, "steps, checkpoints and workers by the clock")
-    _marks(svg, marks, labels, places, bottom)
+    _marks(svg, marks, labels, label_places, bottom)
     done = [(float(line["time"]) - begin, int(line["step"])) for line in metrics if "loss" in line and "time" in line]
     if done:
         y = Scale(0, max(step for _, step in done), step_end, top)
@@ -118,11 +118,11 @@ def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence
     svg.line(LEFT, save_at, RIGHT, save_at)
     for at in saves:
         svg.dot(x(at - begin), save_at, "var(--save_stall)", 4, f"checkpoint at {seconds(at - begin)}")
-    for number, (name, parts) in enumerate(rows):
-        here = rows_start + 22 * number
-        svg.text(RIGHT + 14, here + 13, name, class_="label")
+    for index, (name, parts) in enumerate(rows):
+        row_y = rows_start + 22 * index
+        svg.text(RIGHT + 14, row_y + 13, name, class_="label")
         for category, start, end in _merged(parts, x, begin):
-            svg.rect(start, here, end - start, 16, COLOURS.get(category, "var(--idle)"), f"{name}: {category}")
+            svg.rect(start, row_y, end - start, 16, COLOURS.get(category, "var(--idle)"), f"{name}: {category}")
     for value in ticks(0, x.high, 8):
         svg.text(x(value), bottom + 18, f"{value:g}", "middle")
     svg.text(RIGHT + 22, bottom + 18, "seconds", class_="label")
@@ -165,20 +165,20 @@ def worker_names(ledger: Sequence[dict]) -> dict[str, str]:
     return {**{node: f"node {number}" for number, node in enumerate(nodes, 1)}, "": "not placed"}
 
 
-def _last_lane(places: Sequence[tuple[float, str, int]]) -> int:
-    return min(MAX_LANES - 1, max((lane for _, _, lane in places), default=-1))
+def _last_lane(label_places: Sequence[tuple[float, str, int]]) -> int:
+    return min(MAX_LANES - 1, max((lane for _, _, lane in label_places), default=-1))
 
 
 def _marks(svg: Svg, marks: Sequence[Mark], labels: Sequence[tuple[float, str]],
-           places: Sequence[tuple[float, str, int]], bottom: float) -> None:
-    for mark, (at, _), (_, _, lane) in zip(marks, labels, places):
+           label_places: Sequence[tuple[float, str, int]], bottom: float) -> None:
+    for mark, (at, _), (_, _, lane) in zip(marks, labels, label_places):
         svg.line(at, 4 + min(lane, MAX_LANES) * LANE, at, bottom, TONES.get(mark.kind, "var(--warm)"), 1.2, "2 3")
-    for mark, (at, text), (_, anchor, lane) in zip(marks, labels, places):  # after all lines, so that none crosses it
+    for mark, (at, text), (_, anchor, lane) in zip(marks, labels, label_places):  # after all lines: none crosses it
         if lane >= MAX_LANES:
             continue
         colour = TONES.get(mark.kind, "var(--warm)")
-        here = 12 + lane * LANE
-        svg.text(at + (5 if anchor == "start" else -5), here, text, anchor, colour, "label")
+        label_y = 12 + lane * LANE
+        svg.text(at + (5 if anchor == "start" else -5), label_y, text, anchor, colour, "label")
 
 
 def _references(svg: Svg, y: Scale, references: dict[str, float], losses: Sequence[float], valid: dict[int, float],
@@ -191,8 +191,8 @@ def _references(svg: Svg, y: Scale, references: dict[str, float], losses: Sequen
     if valid:
         last = valid[max(valid)]
         names.append((y(last), f"validation {last:.2f}", "var(--second)"))
-    for place, (_, text, colour) in zip(move_apart([at for at, _, _ in names], 16, *panel), names):
-        svg.text(RIGHT + 14, place + 4, text, "start", colour, "label")
+    for label_y, (_, text, colour) in zip(move_apart([at for at, _, _ in names], 16, *panel), names):
+        svg.text(RIGHT + 14, label_y + 4, text, "start", colour, "label")
 
 
 def _speed(svg: Svg, points: Sequence[tuple[float, float | None]], top: float, bottom: float) -> None:

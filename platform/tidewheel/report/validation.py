@@ -34,12 +34,12 @@ def section(metrics: Sequence[dict[str, Any]]) -> list[Html]:
 
 def samples(metrics: Sequence[dict[str, Any]]) -> list[Html]:
     """Return the text samples of a run, the oldest first; [] if there are fewer than two."""
-    found = [(f"{int(line['step']):,}", tag("code", shorten(printable(str(line["sample"])), 300)))
-             for line in metrics if line.get("sample")]
-    if len(found) < 2:
+    rows = [(f"{int(line['step']):,}", tag("code", shorten(printable(str(line["sample"])), 300)))
+            for line in metrics if line.get("sample")]
+    if len(rows) < 2:
         return []
-    every = max(1, math.ceil(len(found) / MAX_SAMPLES))
-    return [table(("step", "text"), [*found[:-1:every], found[-1]], numeric=(0,))]
+    every = max(1, math.ceil(len(rows) / MAX_SAMPLES))
+    return [table(("step", "text"), [*rows[:-1:every], rows[-1]], numeric=(0,))]
 
 
 def figure(curves: dict[str, dict[int, dict[str, Any]]]) -> Html:
@@ -49,8 +49,8 @@ def figure(curves: dict[str, dict[int, dict[str, Any]]]) -> Html:
     steps = [step for points in curves.values() for step in points]
     x = Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, RIGHT)
     svg = Svg(len(shown) * (PANEL + 50) + 34, "validation loss and bits per byte by step and domain")
-    for number, name in enumerate(shown):
-        top = 26 + number * (PANEL + 50)
+    for index, name in enumerate(shown):
+        top = 26 + index * (PANEL + 50)
         _panel(svg, x, name, curves, top, top + PANEL)
     bottom = svg.height - 34
     for value in ticks(x.low, x.high, 8):
@@ -61,32 +61,32 @@ def figure(curves: dict[str, dict[int, dict[str, Any]]]) -> Html:
 
 def _panel(svg: Svg, x: Scale, name: str, curves: dict[str, dict[int, dict[str, Any]]], top: float,
            bottom: float) -> None:
-    points = {domain: [(step, float(scores[name])) for step, scores in sorted(found.items())
-                       if _known(scores.get(name))] for domain, found in curves.items()}
-    values = [value for found in points.values() for _, value in found]
+    points = {domain: [(step, float(scores[name])) for step, scores in sorted(curve.items())
+                       if _known(scores.get(name))] for domain, curve in curves.items()}
+    values = [value for curve in points.values() for _, value in curve]
     margin = 0.05 * (max(values) - min(values)) or 0.05
     y = Scale(min(values) - margin, max(values) + margin, bottom, top)
     grid(svg, y, LEFT, RIGHT, PANELS[name], 4)
     ends = []
-    for number, (domain, found) in enumerate(points.items()):
-        if not found:
+    for index, (domain, curve) in enumerate(points.items()):
+        if not curve:
             continue
-        colour = PALETTE[number % len(PALETTE)]
-        svg.curve([(x(step), y(value)) for step, value in found], colour, 1.8)
-        for step, value in found:
+        colour = PALETTE[index % len(PALETTE)]
+        svg.curve([(x(step), y(value)) for step, value in curve], colour, 1.8)
+        for step, value in curve:
             svg.dot(x(step), y(value), colour, 2.5, f"{domain or 'validation'} {value:.3f} at step {step}")
-        ends.append((y(found[-1][1]), f"{domain or 'validation'} {found[-1][1]:.3f}", colour))
-    for place, (_, text, colour) in zip(move_apart([at for at, _, _ in ends], 16, top, bottom), ends):
-        svg.text(RIGHT + 14, place + 4, text, "start", colour, "label")
+        ends.append((y(curve[-1][1]), f"{domain or 'validation'} {curve[-1][1]:.3f}", colour))
+    for label_y, (_, text, colour) in zip(move_apart([at for at, _, _ in ends], 16, top, bottom), ends):
+        svg.text(RIGHT + 14, label_y + 4, text, "start", colour, "label")
 
 
 def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
     """Return {domain: {step: scores}}, with the last result of a repeated evaluation."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    curves: dict[str, dict[int, dict[str, Any]]] = {}
     for line in metrics:
         for domain, scores in (line.get("validation") or {}).items():
-            found.setdefault(domain, {})[int(line["step"])] = scores
-    return found
+            curves.setdefault(domain, {})[int(line["step"])] = scores
+    return curves
 
 
 def _figure(value: Any) -> str:

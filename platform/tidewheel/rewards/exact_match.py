@@ -24,7 +24,7 @@ class ExactMatch(Reward):
     VERSION: ClassVar[Version | None] = Version("reward_exact_match")
 
     after: str = ""
-    """Compare what is behind the last one of these marks in the answer, such as "Answer:"; without one it scores 0."""
+    """Compare only the text after the last of these marks, such as "Answer:". An answer without a mark scores 0."""
     unicode: Literal["NFC", "NFKC", "none"] = "NFC"
     """Normal form of Unicode."""
     collapse_spaces: bool = True

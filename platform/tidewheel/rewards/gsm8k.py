@@ -51,8 +51,8 @@ class Gsm8k(Reward):
             run = _RUN.search(behind.lstrip(" \t").partition("\n")[0])
             return _number(run.group()) if run else None
         last = ""
-        for found in _RUN.finditer(text) if last_number else ():
-            last = found.group()
+        for match in _RUN.finditer(text) if last_number else ():
+            last = match.group()
         return _number(last)
 
 

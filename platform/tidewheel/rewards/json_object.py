@@ -32,7 +32,7 @@ class JsonObject(Reward):
     fenced: bool = False
     """Whether the answer may be one Markdown block between lines of ```."""
     max_depth: int = Field(default=64, ge=1, le=200)
-    """Most arrays and objects inside one another; a deeper answer scores 0."""
+    """Largest nesting depth of arrays and objects; a deeper answer scores 0."""
 
     def score(self, batch: Sequence[Sample]) -> Scores:
         """Parse each answer."""

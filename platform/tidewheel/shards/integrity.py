@@ -22,7 +22,7 @@ Fingerprint = tuple[int, int, int]
 """Inode, length in bytes and modification time in nanoseconds of a file."""
 HASH_AT_START_BYTES = 1 << 30
 """Size of a set that is hashed in about a second."""
-CHANGED = "the shard has changed while it was read"
+CHANGED = "the shard changed while it was read"
 
 
 class Integrity:

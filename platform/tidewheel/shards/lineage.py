@@ -26,8 +26,8 @@ def output_of(set_uri: str) -> Store | None:
     parent, _, name = store(set_uri).uri.rstrip("/").rpartition("/")
     if not parent or parent.endswith((":", ":/")) or not name:
         return None
-    place = store(parent)
-    return place if place.exists("summary.json") else None
+    parent_store = store(parent)
+    return parent_store if parent_store.exists("summary.json") else None
 
 
 def lineage(output: Store, document: str, *, packed: bool) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def lineage(output: Store, document: str, *, packed: bool) -> dict[str, Any]:
     origins = _origins(output, document)
     judged: list[dict[str, Any]] = []
     favoured: list[dict[str, Any]] = []
-    gone = False
+    is_dropped = False
     files = _verdict_files(output)
     for stage, keys in files.items():
         own = []
@@ -63,8 +63,8 @@ def lineage(output: Store, document: str, *, packed: bool) -> dict[str, Any]:
                     favoured.append({"document": row["id"], "stage": stage,
                                      **{name: row[name] for name in ("reason", "score", "detail")}})
         if not own:
-            judged.append(_verdict(stage, NOT_REACHED if gone else KEPT))
-        gone = gone or (not packed and any(row["verdict"] == "drop" for row in own))
+            judged.append(_verdict(stage, NOT_REACHED if is_dropped else KEPT))
+        is_dropped = is_dropped or (not packed and any(row["verdict"] == "drop" for row in own))
         judged += own
     dropped_at = [row.pop("_file") for row in judged if "_file" in row]
     if not origins and dropped_at:  # a leading filter dropped it: its verdicts are in the unit of its file

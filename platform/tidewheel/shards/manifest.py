@@ -171,7 +171,7 @@ def parse_manifest(values: Any, where: str) -> Manifest:
     shards = parse_shards(fields, room)
     waves = tuple(fields.numbers("waves")) if "waves" in fields.values else ()
     if waves and (sum(waves) != len(shards) or kind != PACKED):
-        fields.wrong("waves", f"{len(shards)} shards of packed sequences, dealt out")
+        fields.wrong("waves", f"{len(shards)} shards of packed sequences, distributed over waves")
     sets = []
     for group in fields.groups("evaluation_sets"):
         group.text("name"), group.text("hash"), group.number("items")

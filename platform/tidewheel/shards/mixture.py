@@ -101,12 +101,13 @@ class Mixture:
         owners = np.searchsorted(self._starts, positions, side="right") - 1
         for number in np.unique(owners).tolist():
             span = self.spans[number]
-            here = np.flatnonzero(owners == number)
-            blocks, places = np.divmod(positions[here] - span.start, span.block)
+            in_span = np.flatnonzero(owners == number)
+            blocks, offsets_in_block = np.divmod(positions[in_span] - span.start, span.block)
             for block in np.unique(blocks).tolist():
-                chosen = blocks == block
+                in_block = blocks == block
                 owner, visit = self._block(span, block)
-                domains[here[chosen]], visits[here[chosen]] = owner[places[chosen]], visit[places[chosen]]
+                domains[in_span[in_block]] = owner[offsets_in_block[in_block]]
+                visits[in_span[in_block]] = visit[offsets_in_block[in_block]]
         return domains, visits
 
     def counts(self, positions: int) -> list[int]:
@@ -119,8 +120,8 @@ class Mixture:
             self._check(np.arange(0 if positions == 0 else 1))
             return [0] * len(self._limits)
         self._check(np.array([positions - 1]))
-        number = int(np.searchsorted(self._starts, positions - 1, side="right")) - 1
-        return self._counts(self.spans[number], positions - self.spans[number].start)
+        span_index = int(np.searchsorted(self._starts, positions - 1, side="right")) - 1
+        return self._counts(self.spans[span_index], positions - self.spans[span_index].start)
 
     def _check(self, positions: np.ndarray) -> None:
         if positions.size and positions.min() < 0:
@@ -128,13 +129,13 @@ class Mixture:
         if positions.size and self.end is not None and positions.max() >= self.end:
             raise ValueError(f"the mixture ends after {self.end} sequences, got position {positions.max()}")
 
-    def _block(self, span: Span, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _block(self, span: Span, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (domain, visit), int64 [block] each, of the positions in a block."""
-        before, after = span.counts(number), span.counts(number + 1)
+        before, after = span.counts(block), span.counts(block + 1)
         sizes = [last - first for first, last in zip(before, after)]
         domains = np.repeat(np.arange(len(sizes)), sizes)
         ranks = np.concatenate([np.arange(size) for size in sizes])
-        key = hash64(hash64(self._seed ^ hash64(span.start)) ^ number)
+        key = hash64(hash64(self._seed ^ hash64(span.start)) ^ block)
         noise = hash64_array(np.arange(span.block, dtype=np.uint64) ^ np.uint64(key)) >> np.uint64(32)
         # visit r of c comes at (r + noise) / c of the block, in integers: r < 2^16, noise < 2^32
         times = ((ranks << 32) + noise.astype(np.int64) << 15) // np.array(sizes)[domains]
@@ -180,8 +181,8 @@ class Mixture:
             middle = (low + high) // 2
             low, high = (middle, high) if span.counts(middle)[domain] < left else (low, middle)
         domains, visits = self._block(span, low)
-        place = np.flatnonzero((domains == domain) & (visits == limit - 1))[0]
-        return span.start + low * span.block + int(place) + 1
+        offset = np.flatnonzero((domains == domain) & (visits == limit - 1))[0]
+        return span.start + low * span.block + int(offset) + 1
 
 
 def integer_weights(weights: Sequence[float | Decimal]) -> tuple[int, ...]:

@@ -66,8 +66,8 @@ class Order:
         epochs, inside = np.divmod(positions, self.total)
         rows = np.empty_like(positions)
         for epoch in np.unique(epochs):  # one or two in a batch
-            chosen = epochs == epoch
-            rows[chosen] = self._rows(int(epoch), inside[chosen])
+            in_epoch = epochs == epoch
+            rows[in_epoch] = self._rows(int(epoch), inside[in_epoch])
         shards = np.searchsorted(self._ends, rows, side="right")
         return shards, rows - self._starts[shards]
 

@@ -23,29 +23,29 @@ def read_pairs(uri: str) -> Iterator[pa.RecordBatch]:
     Raises:
         ShardError: there is no preference set, or a shard is damaged.
     """
-    place = storage.store(uri)
-    manifest = read_manifest(place)
+    set_store = storage.store(uri)
+    manifest = read_manifest(set_store)
     if manifest.kind != PREFERENCES:
         raise ShardError("not a preference set: its rows are packed sequences", where=uri,
                          fix="read it with tidewheel.shards.reader.ShardSet")
     for info in manifest.shards:
-        yield read_shard(place, info, manifest)
+        yield read_shard(set_store, info, manifest)
 
 
-def read_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> pa.RecordBatch:
+def read_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -> pa.RecordBatch:
     """Return one shard, having checked its hash and columns.
 
     Args:
-        place: the set's folder.
+        set_store: the set's folder.
         info: the shard.
         manifest: the set's manifest.
 
     Raises:
         ShardError: the shard is damaged; names the shard.
     """
-    where = place.at(info.name)
+    where = set_store.at(info.name)
     try:
-        data = place.read(info.name)
+        data = set_store.read(info.name)
         if storage.content_hash(data) != info.hash:
             raise ShardError("hash differs: the content has changed", where=where, fix=REBUILD)
         reader = pa.ipc.open_file(pa.py_buffer(data))
@@ -57,16 +57,16 @@ def read_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> pa.
     return batch
 
 
-def check_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> list[str]:
+def check_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -> list[str]:
     """Check a shard to the last token and return a line for each problem.
 
     Args:
-        place: the set's folder.
+        set_store: the set's folder.
         info: the shard.
         manifest: the set's manifest.
     """
     try:
-        batch = read_shard(place, info, manifest)
+        batch = read_shard(set_store, info, manifest)
         batch.validate(full=True)
     except ShardError as error:
         return [error.what]
@@ -82,7 +82,7 @@ def check_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> li
     longest = int(np.maximum(*lengths).max())
     shortest = np.minimum(*lengths)
     if longest > manifest.sequence_length:
-        problems.append(f"a sequence has {longest} tokens, allowed are {manifest.sequence_length}")
+        problems.append(f"a sequence has {longest} tokens, at most {manifest.sequence_length} are allowed")
     prompts = batch.column("prompt_length").to_numpy()
     if prompts.min() < 0 or np.any(prompts >= shortest):
         return [*problems, "a prompt is not shorter than its sequence"]
@@ -97,11 +97,11 @@ def check_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> li
     return problems
 
 
-def row_of(place: storage.Store, manifest: Manifest, row: int, shown: int | None = None) -> dict[str, Any]:
+def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | None = None) -> dict[str, Any]:
     """Return JSON values of a row.
 
     Args:
-        place: the set's folder.
+        set_store: the set's folder.
         manifest: its manifest.
         row: index of the row in the whole set.
         shown: number of tokens to return of each sequence; None: all.
@@ -110,13 +110,13 @@ def row_of(place: storage.Store, manifest: Manifest, row: int, shown: int | None
         ShardError: there is no such row, or its shard is damaged.
     """
     if not 0 <= row < manifest.rows:
-        raise ShardError(f"there is no row {row}", where=place.uri,
-                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
+        raise ShardError(f"there is no row {row}", where=set_store.uri,
+                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     info = manifest.shards[index]
     inside = row - int(ends[index]) + info.rows
-    values = read_shard(place, info, manifest).slice(inside, 1).to_pylist()[0]
+    values = read_shard(set_store, info, manifest).slice(inside, 1).to_pylist()[0]
     return {"row": row, "id": f"{info.name}:{inside}", "document": values["document_id"],
             "prompt_length": values["prompt_length"], "chosen_length": len(values["chosen"]),
             "rejected_length": len(values["rejected"]), "chosen": values["chosen"][:shown],

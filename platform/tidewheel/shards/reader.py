@@ -234,15 +234,15 @@ class ShardSet:
         mask = np.empty(shape, dtype=np.uint8) if manifest.loss_mask else None
         for index in np.unique(shards).tolist():
             shard = self.shard(index)
-            chosen = np.flatnonzero(shards == index)
-            requested = rows[chosen]
+            in_shard = np.flatnonzero(shards == index)
+            requested = rows[in_shard]
             shard_tokens = shard.tokens[requested]
-            tokens[chosen] = shard_tokens
-            lengths[chosen] = shard.lengths[requested]
+            tokens[in_shard] = shard_tokens
+            lengths[in_shard] = shard.lengths[requested]
             if mask is not None and shard.loss_mask is not None:
-                mask[chosen] = shard.loss_mask[requested]
-            self._mark(marks, index, shard, chosen, requested)
-            if len(chosen) and int(shard_tokens.max()) >= manifest.vocabulary_size:
+                mask[in_shard] = shard.loss_mask[requested]
+            self._mark(marks, index, shard, in_shard, requested)
+            if len(in_shard) and int(shard_tokens.max()) >= manifest.vocabulary_size:
                 raise self._damaged(index, f"a token is outside the vocabulary of {manifest.vocabulary_size}")
         segment_ids, positions = _segments_of(marks, lengths)
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
@@ -256,7 +256,7 @@ class ShardSet:
                             or np.any(rows >= counts[shards])):
             raise IndexError(f"no such row in a set of {len(counts)} shards, {self.manifest.rows} rows")
 
-    def _mark(self, marks: np.ndarray, index: int, shard: Shard, chosen: np.ndarray, requested: np.ndarray) -> None:
+    def _mark(self, marks: np.ndarray, index: int, shard: Shard, in_shard: np.ndarray, requested: np.ndarray) -> None:
         """Set `marks` [B, L] where segments begin, for the rows `requested` of a shard at the indices `chosen`."""
         first = shard.segment_bounds[requested].astype(np.int64)
         counts = shard.segment_bounds[requested + 1] - first
@@ -269,7 +269,7 @@ class ShardSet:
         starts = shard.segment_starts[first[owner] + np.arange(len(owner)) - begin[owner]]
         if np.any(starts < 0) or np.any(starts >= lengths[owner]) or np.any(starts[begin] != 0):
             raise self._damaged(index, "a segment begins outside its row")
-        marks[chosen[owner], starts] = True
+        marks[in_shard[owner], starts] = True
 
     def _damaged(self, index: int, what: str) -> ShardError:
         return ShardError(what, where=self.store.at(self.manifest.shards[index].name),

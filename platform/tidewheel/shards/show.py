@@ -89,37 +89,37 @@ def rows(uri: str, *, first: int = 0, source: str | None = None) -> Iterator[Row
     Raises:
         ShardError: there is no set or no such row, it is damaged, or the sources of its documents are not known.
     """
-    place = store(uri)
-    manifest = read_manifest(place)
-    output = output_of(place.uri)
+    set_store = store(uri)
+    manifest = read_manifest(set_store)
+    output = output_of(set_store.uri)
     if source is not None and output is None:
         raise ShardError("the sources of its documents are not known: no pipeline output is beside this set",
-                         where=place.uri, fix="leave --source out, or give the set inside its pipeline's output")
+                         where=set_store.uri, fix="leave --source out, or give the set inside its pipeline's output")
     sources = None if output is None else Sources(output)
-    reader = _Packed(place, manifest, sources) if manifest.kind == PACKED else _Pairs(place, manifest, sources)
+    reader = _Packed(set_store, manifest, sources) if manifest.kind == PACKED else _Pairs(set_store, manifest, sources)
     if not 0 <= first < manifest.rows:
-        raise ShardError(f"there is no row {first}", where=place.uri,
-                         fix=f"rows of this set count from 0 to {manifest.rows - 1}" if manifest.rows
+        raise ShardError(f"there is no row {first}", where=set_store.uri,
+                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}" if manifest.rows
                               else "the set has no rows")
-    for number in reader.of_source(first, source) if source is not None else range(first, manifest.rows):
-        yield reader.row(number)
+    for row in reader.of_source(first, source) if source is not None else range(first, manifest.rows):
+        yield reader.row(row)
 
 
 def sources_told(uri: str) -> str:
     """Return a clause that names the sources of a set's documents."""
     output = output_of(store(uri).uri)
     names = known_sources(output) if output is not None else []
-    told = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    return f"the pipeline read {told}" if names else "the pipeline recorded no sources"
+    listed = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return f"the pipeline read {listed}" if names else "the pipeline recorded no sources"
 
 
 class _Reader:
     """The common part of the readers of both kinds of sets."""
 
-    def __init__(self, place: Store, manifest: Manifest, sources: Sources | None) -> None:
-        self.place, self.manifest, self.sources = place, manifest, sources
-        self.encoder = of_manifest(place, manifest.tokenizer)
-        self.special = {number: name for name, number in self.encoder.special.items()}
+    def __init__(self, set_store: Store, manifest: Manifest, sources: Sources | None) -> None:
+        self.place, self.manifest, self.sources = set_store, manifest, sources
+        self.encoder = of_manifest(set_store, manifest.tokenizer)
+        self.special = {token_id: name for name, token_id in self.encoder.special.items()}
 
     def parts(self, tokens: np.ndarray, learnt: np.ndarray) -> tuple[Part, ...]:
         """Return the tokens divided where the loss mask changes and at control tokens."""
@@ -147,9 +147,9 @@ class _Reader:
 class _Packed(_Reader):
     """Reads packed sequences."""
 
-    def __init__(self, place: Store, manifest: Manifest, sources: Sources | None) -> None:
-        super().__init__(place, manifest, sources)
-        self._set = ShardSet.open(place.uri, manifest=manifest)
+    def __init__(self, set_store: Store, manifest: Manifest, sources: Sources | None) -> None:
+        super().__init__(set_store, manifest, sources)
+        self._set = ShardSet.open(set_store.uri, manifest=manifest)
 
     def row(self, number: int) -> Row:
         index, inside = find_row(self._set, number)

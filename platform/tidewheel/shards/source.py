@@ -153,8 +153,8 @@ class Source:
         domains, visits = self.visits(positions)
         shards, rows = np.empty_like(visits), np.empty_like(visits)
         for domain in np.unique(domains).tolist():
-            chosen = domains == domain
-            shards[chosen], rows[chosen] = self.orders[domain].locate(visits[chosen])
+            in_domain = domains == domain
+            shards[in_domain], rows[in_domain] = self.orders[domain].locate(visits[in_domain])
         return domains, shards, rows
 
     def ids(self, start: int, count: int) -> list[str]:
@@ -245,12 +245,12 @@ class SourceReader:
         domains, shards, rows = self._locate(np.ascontiguousarray(positions, dtype=np.int64))
         parts, indices = [], []
         for index in np.unique(domains).tolist():
-            chosen = np.flatnonzero(domains == index)
+            in_domain = np.flatnonzero(domains == index)
             domain, opened = self.source.domains[index], self._sets[index]
             opened.follow(domain.manifest)
-            part = opened.rows(shards[chosen], rows[chosen])
+            part = opened.rows(shards[in_domain], rows[in_domain])
             parts.append(_renamed(part, domain.prefix) if domain.prefix else part)
-            indices.append(chosen)
+            indices.append(in_domain)
         return parts[0] if len(parts) == 1 else _merged(parts, np.argsort(np.concatenate(indices)))
 
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

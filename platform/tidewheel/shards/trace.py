@@ -44,7 +44,7 @@ def trace_token(uri: str, row: int, token: int) -> dict[str, Any]:
     where = f"{shard_set.store.uri} row {row}"
     if not 0 <= token < length:
         raise ShardError(f"there is no token {token}", where=where,
-                         fix=f"the tokens of this row count from 0 to {length - 1}; the rest is padding")
+                         fix=f"the tokens of this row are numbered from 0 to {length - 1}; the rest is padding")
     segment = next(segment for segment in reversed(in_row) if segment["start"] <= token)
     return {
         "set": shard_set.store.uri, "row": row, "id": row_id(shard_set, index, inside), "token": token,
@@ -67,35 +67,35 @@ def trace_document(uri: str, document: str) -> dict[str, Any]:
     Raises:
         ShardError: the document is neither in the set nor in the pipeline's output, or a file is damaged.
     """
-    place = store(uri)
+    set_store = store(uri)
     in_set = _pieces_in(uri, document)
-    others = [] if in_set else [other for other in _other_sets(place) if _pieces_in(other, document)]
-    known = _lineage(uri, document, packed=bool(in_set or others))
+    other_uris = [] if in_set else [other for other in _other_sets(set_store) if _pieces_in(other, document)]
+    known = _lineage(uri, document, packed=bool(in_set or other_uris))
     was_read = known is not None and (known["origins"] or any(
         verdict["verdict"] == "drop" for verdict in known["verdicts"]))
-    if not in_set and not others and not was_read:
-        raise ShardError(f"no document {document!r}", where=place.uri,
+    if not in_set and not other_uris and not was_read:
+        raise ShardError(f"no document {document!r}", where=set_store.uri,
                          fix="`tidewheel shards inspect URI --row N` shows ids of documents; records that could not "
                              "be read are in the output's quarantine/")
-    return {"set": place.uri, "document": document, "pieces": in_set, "other_sets": others, "lineage": known}
+    return {"set": set_store.uri, "document": document, "pieces": in_set, "other_sets": other_uris, "lineage": known}
 
 
 def _pieces_in(uri: str, document: str) -> list[dict[str, Any]]:
     """Return the pieces of a document in a set; in a preference set, the row with its pair."""
-    place = store(uri)
-    manifest = read_manifest(place)
+    set_store = store(uri)
+    manifest = read_manifest(set_store)
     if manifest.kind == PACKED:
         return list(pieces(ShardSet.open(uri), document))
-    first, found = 0, []
+    first, pieces_of_set = 0, []
     for info in manifest.shards:
-        batch = preferences.read_shard(place, info, manifest)
+        batch = preferences.read_shard(set_store, info, manifest)
         hits = pc.equal(batch.column("document_id"), pa.scalar(document)).to_numpy(zero_copy_only=False)
         for row in np.flatnonzero(hits).tolist():
             tokens = sum(len(batch.column(name)[row].as_py()) for name in ("chosen", "rejected"))
-            found.append({"row": first + row, "id": f"{info.name}:{row}", "segment": 0, "start": 0, "tokens": tokens,
-                          "document_offset": 0})
+            pieces_of_set.append({"row": first + row, "id": f"{info.name}:{row}", "segment": 0, "start": 0,
+                                  "tokens": tokens, "document_offset": 0})
         first += info.rows
-    return found
+    return pieces_of_set
 
 
 def pieces(shard_set: ShardSet, document: str) -> Iterator[dict[str, Any]]:
@@ -112,9 +112,9 @@ def pieces(shard_set: ShardSet, document: str) -> Iterator[dict[str, Any]]:
         hits = np.flatnonzero(pc.equal(documents.values, pa.scalar(document)).to_numpy(zero_copy_only=False))
         rows = np.searchsorted(documents.offsets.to_numpy(), hits, side="right") - 1
         for row in np.unique(rows).tolist():
-            for number, segment in enumerate(segments(shard_set, index, row)):
+            for segment_index, segment in enumerate(segments(shard_set, index, row)):
                 if segment.pop("document") == document:
-                    yield {"row": first + row, "id": row_id(shard_set, index, row), "segment": number, **segment}
+                    yield {"row": first + row, "id": row_id(shard_set, index, row), "segment": segment_index, **segment}
         first += info.rows
 
 
@@ -127,7 +127,7 @@ def find_row(shard_set: ShardSet, row: int) -> tuple[int, int]:
     manifest = shard_set.manifest
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=shard_set.store.uri,
-                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
+                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     return index, row - int(ends[index]) + manifest.shards[index].rows
@@ -172,34 +172,34 @@ def _lineage(uri: str, document: str, *, packed: bool) -> dict[str, Any] | None:
     return None if output is None else lineage(output, document, packed=packed)
 
 
-def _other_sets(place: Store) -> list[str]:
+def _other_sets(set_store: Store) -> list[str]:
     """Return the URIs of other sets that the same pipeline wrote."""
-    output = output_of(place.uri)
+    output = output_of(set_store.uri)
     if output is None:
         return []
     return [output.at(name) for name in SETS
-            if output.at(name) != place.uri and output.exists(f"{name}/manifest.json")]
+            if output.at(name) != set_store.uri and output.exists(f"{name}/manifest.json")]
 
 
-def token_lines(found: dict[str, Any]) -> list[str]:
+def token_lines(trace: dict[str, Any]) -> list[str]:
     """Return the result of `trace_token` as readable lines."""
-    segment = found["segment"]
+    segment = trace["segment"]
     end = segment["start"] + segment["tokens"]
-    return [f"row {found['row']} is {found['id']}; token {found['token']} has the value {found['value']}",
+    return [f"row {trace['row']} is {trace['id']}; token {trace['token']} has the value {trace['value']}",
             f"segment: tokens {segment['start']} to {end - 1} of the row",
-            f"document {segment['document']}, token {found['document_offset']} of it",
-            *lineage_lines(found["lineage"])]
+            f"document {segment['document']}, token {trace['document_offset']} of it",
+            *lineage_lines(trace["lineage"])]
 
 
-def document_lines(found: dict[str, Any]) -> list[str]:
+def document_lines(trace: dict[str, Any]) -> list[str]:
     """Return the result of `trace_document` as readable lines."""
-    lines = [f"document {found['document']}"]
+    lines = [f"document {trace['document']}"]
     lines += [f"  row {piece['row']} ({piece['id']}) segment {piece['segment']}: {piece['tokens']} tokens from "
-              f"{piece['start']}, the document's from {piece['document_offset']}" for piece in found["pieces"][:SHOWN]]
-    lines += [f"  and {len(found['pieces']) - SHOWN} more pieces"] * (len(found["pieces"]) > SHOWN)
-    if not found["pieces"]:
-        lines.append("  not in this set" + "".join(f"; it is in {other}" for other in found["other_sets"]))
-    return lines + lineage_lines(found["lineage"])
+              f"{piece['start']}, the document's from {piece['document_offset']}" for piece in trace["pieces"][:SHOWN]]
+    lines += [f"  and {len(trace['pieces']) - SHOWN} more pieces"] * (len(trace["pieces"]) > SHOWN)
+    if not trace["pieces"]:
+        lines.append("  not in this set" + "".join(f"; it is in {other}" for other in trace["other_sets"]))
+    return lines + lineage_lines(trace["lineage"])
 
 
 def lineage_lines(known: dict[str, Any] | None) -> list[str]:

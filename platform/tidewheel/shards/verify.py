@@ -70,9 +70,9 @@ def _lengths(shard: Shard, info: ShardInfo, manifest: Manifest) -> list[str]:
         problems.append(f"token {shard.tokens.max()} is outside the vocabulary of {manifest.vocabulary_size}")
     padding = np.arange(length) >= shard.lengths[:, None]
     if np.any(shard.tokens[padding] != manifest.tokenizer["pad"]):
-        problems.append(f"something other than the pad token {manifest.tokenizer['pad']} behind the end of a row")
+        problems.append(f"something other than the pad token {manifest.tokenizer['pad']} after the end of a row")
     if shard.loss_mask is not None and (shard.loss_mask.max() > 1 or np.any(shard.loss_mask[padding])):
-        problems.append("a loss mask holds something else than 0 and 1, or marks padding")
+        problems.append("a loss mask has values other than 0 and 1, or marks padding")
     return problems
 
 
@@ -81,9 +81,9 @@ def _segments(shard: Shard) -> list[str]:
     if np.any(counts < 1):
         return [f"row {int(np.argmax(counts < 1))} has no segment"]
     for name in ("document_ids", "document_offsets"):
-        others = pc.list_value_length(shard.batch.column(name)).to_numpy(zero_copy_only=False)
-        if np.any(others != counts):
-            return [f"row {int(np.argmax(others != counts))}: {name} and segment_starts differ in number"]
+        lengths = pc.list_value_length(shard.batch.column(name)).to_numpy(zero_copy_only=False)
+        if np.any(lengths != counts):
+            return [f"row {int(np.argmax(lengths != counts))}: {name} and segment_starts differ in number"]
     starts, owner = shard.segment_starts, np.repeat(np.arange(len(counts)), counts)
     first = np.zeros(len(starts), dtype=bool)
     first[shard.segment_bounds[:-1]] = True
@@ -123,7 +123,7 @@ def _row(shard_set: ShardSet, row: int, shown: int | None = None) -> dict[str, A
     manifest = shard_set.manifest
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=shard_set.store.uri,
-                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
+                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     inside = row - int(ends[index]) + manifest.shards[index].rows

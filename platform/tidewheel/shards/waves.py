@@ -35,9 +35,9 @@ class WaveOrder:
         bounds = [0, *itertools.accumulate(waves)]
         self._whole, self._first = whole, bounds
         self._orders: list[Order | None] = []
-        for number, (first, behind) in enumerate(itertools.pairwise(bounds)):
+        for wave, (first, behind) in enumerate(itertools.pairwise(bounds)):
             rows = rows_per_shard[first:behind]
-            self._orders.append(Order(rows, hash64(seed ^ hash64(number ^ _WAVES)), **sizes) if sum(rows) else None)
+            self._orders.append(Order(rows, hash64(seed ^ hash64(wave ^ _WAVES)), **sizes) if sum(rows) else None)
         self._ends = np.cumsum([0 if order is None else order.total for order in self._orders], dtype=np.int64)
         self.total = int(self._ends[-1]) if len(self._ends) else 0
         """Rows of one epoch; while more waves are to come, rows of the present ones."""
@@ -55,14 +55,14 @@ class WaveOrder:
         if positions.size and positions.min() < 0:
             raise ValueError(f"positions count from 0, got {positions.min()}")
         if not self._whole and positions.size and positions.max() >= self.total:
-            raise ValueError(f"the present waves end at position {self.total}, got {positions.max()}")
+            raise ValueError(f"the waves so far end at position {self.total}, got {positions.max()}")
         epochs, inside = np.divmod(positions, max(self.total, 1))
         waves = np.searchsorted(self._ends, inside, side="right")
         shards, rows = np.empty_like(positions), np.empty_like(positions)
-        for number in np.unique(waves).tolist():  # one or two in a batch
-            here, order = waves == number, self._orders[number]
+        for wave in np.unique(waves).tolist():  # one or two in a batch
+            in_wave, order = waves == wave, self._orders[wave]
             assert order is not None, "an empty wave has no position"
-            start = int(self._ends[number]) - order.total
-            shards[here], rows[here] = order.locate(epochs[here] * order.total + inside[here] - start)
-            shards[here] += self._first[number]
+            start = int(self._ends[wave]) - order.total
+            shards[in_wave], rows[in_wave] = order.locate(epochs[in_wave] * order.total + inside[in_wave] - start)
+            shards[in_wave] += self._first[wave]
         return shards, rows

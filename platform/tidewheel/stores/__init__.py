@@ -10,9 +10,45 @@ in the group `tidewheel.storage` gives it a scheme of its own: `vault://bucket/p
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from tidewheel.errors import ConfigError, StorageError
 from tidewheel.parts import Kind, Part
-from tidewheel.storage import Store
+from tidewheel.storage import Store, scheme_of
+
+URI_FIX = "use a local path, or the URI of a storage scheme such as s3://bucket/prefix; docs/storage.md lists them"
+
+
+class VersionedUri(Protocol):
+    """A URI of content that changes with time, in a store that keeps its versions."""
+
+    @property
+    def root(self) -> str:
+        """URI of everything that has the same versions, at the revision of this URI."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Folder or file below `root`; "" for all of it."""
+        ...
+
+    @property
+    def revision(self) -> str:
+        """What names the version, such as a branch or a commit; "" for the default."""
+        ...
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the revision names one version for ever."""
+        ...
+
+    def newest(self) -> str:
+        """Return the version that the revision refers to now."""
+        ...
+
+    def at(self, revision: str) -> VersionedUri:
+        """Return the same path at another revision; "" is the default one. Its `str` is the URI."""
+        ...
 
 
 class Storage(Part):
@@ -29,27 +65,43 @@ class Storage(Part):
         """
         raise NotImplementedError
 
+    def versioned(self, uri: str) -> VersionedUri | None:
+        """Return the parts of a URI whose content has versions; None if the scheme keeps none.
+
+        Raises:
+            StorageError: the URI is incomplete.
+        """
+        return None
+
 
 SCHEMES = Kind("storage scheme", Storage, __name__, "tidewheel.storage")
 
 
-def open_uri(scheme: str, rest: str) -> Store:
-    """Return the store of the URI scheme://rest.
-
-    Args:
-        scheme: name of the scheme, or `module:Class`.
-        rest: what follows "://".
+def open_uri(uri: str) -> Store:
+    """Return the store of a URI of the form scheme://...
 
     Raises:
         StorageError: there is no such scheme, or the URI is incomplete.
     """
+    scheme = scheme_of(uri)
+    rest = uri.partition("://")[2]
+    return _storage(uri).open(f"{scheme}://{rest.rstrip('/')}")
+
+
+def versioned(uri: str) -> VersionedUri | None:
+    """Return the parts of a URI whose content has versions; None for other URIs and local paths.
+
+    Raises:
+        StorageError: there is no such scheme, or the URI is incomplete.
+    """
+    return _storage(uri).versioned(uri) if scheme_of(uri) else None
+
+
+def _storage(uri: str) -> Storage:
     try:
-        storage = SCHEMES.build(scheme)
+        return SCHEMES.build(scheme_of(uri))
     except ConfigError as error:
-        raise StorageError(error.what, where=f"{scheme}://{rest}",
-                           fix="use a local path, file:///path, s3://bucket/prefix, gs://bucket/prefix or "
-                               "az://container/prefix") from None
-    return storage.open(f"{scheme}://{rest.rstrip('/')}")
+        raise StorageError(error.what, where=uri, fix=URI_FIX) from None
 
 
 def bucket_uri(uri: str, credentials: str) -> str:

@@ -138,10 +138,9 @@ class AZService(Service):
                                 fix="a container has 3 to 63 small letters, digits and dashes; check the key, too")
         if isinstance(error, SilentError):
             return StorageAwayError(f"the object store takes requests but does not answer in time ({reason})",
-                                    where=where, fix="look at the network; a proxy or a firewall in between shows "
-                                    "itself like this, too")
+                                    where=where, fix="check the network; a proxy or a firewall can also cause this")
         return StorageAwayError(f"the object store failed ({reason})", where=where,
-                                fix="try again; if it persists, look at the account's health")
+                                fix="try again; if it persists, check the account")
 
     def no_bucket(self, where: str) -> StorageError:
         return StorageError(f"there is no bucket {self.bucket!r}", where=where,

@@ -15,5 +15,5 @@ class File(Storage):
     def open(self, uri: str) -> Store:
         host, _, path = uri.partition("://")[2].partition("/")
         if host not in ("", "localhost"):
-            raise StorageError(f"{host!r} is in the place of a host", where=uri, fix="write file:///absolute/path")
+            raise StorageError(f"{host!r} is in place of a host", where=uri, fix="write file:///absolute/path")
         return LocalStore("/" + unquote(path))

@@ -135,7 +135,7 @@ class GSService(Service):
             case Problem.EXPIRED:
                 return StorageAwayError(f"the credentials have expired ({reason})", where=where,
                                         fix="renew them with `gcloud auth application-default login`: each try reads "
-                                        "them anew")
+                                        "them again")
             case Problem.UNREACHABLE:
                 return StorageAwayError(f"the object store does not answer ({reason})", where=where,
                                         fix="check the network and STORAGE_EMULATOR_HOST")
@@ -144,10 +144,9 @@ class GSService(Service):
                                 fix="check the name of the bucket and the key")
         if isinstance(error, SilentError):
             return StorageAwayError(f"the object store takes requests but does not answer in time ({reason})",
-                                    where=where, fix="look at the network; a proxy or a firewall in between shows "
-                                    "itself like this, too")
+                                    where=where, fix="check the network; a proxy or a firewall can also cause this")
         return StorageAwayError(f"the object store failed ({reason})", where=where,
-                                fix="try again; if it persists, look at status.cloud.google.com")
+                                fix="try again; if it persists, see status.cloud.google.com")
 
     def no_bucket(self, where: str) -> StorageError:
         return StorageError(f"there is no bucket {self.bucket!r}", where=where,

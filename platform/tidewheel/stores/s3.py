@@ -47,7 +47,8 @@ class S3Service(Service):
     def endpoint(cls) -> str:
         for name in ENDPOINT:
             if "@" in os.environ.get(name, ""):  # not shown: it would be in the log
-                raise StorageError("the endpoint holds a user or a password, which S3 clients do not use", where=name,
+                raise StorageError("the endpoint contains a user or a password, which S3 clients do not "
+                                   "use", where=name,
                                    fix=f"remove everything up to the @ from {name}, and give the key with "
                                    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         return next((os.environ[name] for name in ENDPOINT if os.environ.get(name)), "")

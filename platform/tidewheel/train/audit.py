@@ -115,7 +115,7 @@ def audit(run_uri: str) -> AuditResult:
 
 
 def _two_writers(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the steps that one group of workers recorded more than once without a rollback in between."""
+    """Yield the steps that one group of workers recorded more than once without a rollback."""
     seen: dict[tuple[int, int, int], dict[str, Any]] = {}
     for record in records:
         key = (int(record["step"]), int(record["generation"]), int(record.get("passed_over", 0)))
@@ -174,14 +174,14 @@ def _differences(records: list[dict], source: Source, plan: Positions) -> Iterat
         start = int(positions_of_step[0])
         size = len(positions_of_step)
         key = (known, step)
-        who = f"step {step} (generation {record['generation']}, {record['world_size']} workers)"
+        group = f"step {step} (generation {record['generation']}, {record['world_size']} workers)"
         if (record["position"], record["count"]) != (start, size):
-            yield (f"{who} read positions {record['position']} + {record['count']}, planned {start} + {size}")
+            yield (f"{group} read positions {record['position']} + {record['count']}, planned {start} + {size}")
             continue
         if key not in planned:
             planned[key] = sequence_digest(source.ids_at(positions_of_step))
         if record["digest"] != planned[key]:
-            yield f"{who} has digest {record['digest']}, planned {planned[key]}: other sequences, or another order"
+            yield f"{group} has digest {record['digest']}, planned {planned[key]}: other sequences, or another order"
 
 
 def _repeats(source: Source, steps: list[int], plan: Positions) -> Iterator[str]:
@@ -194,13 +194,13 @@ def _repeats(source: Source, steps: list[int], plan: Positions) -> Iterator[str]
     end = plan.end(steps[-1])
     owners, visits = source.visits(np.concatenate([plan.of_steps(steps), plan.skipped(end)]))
     done = source.counts(end)
-    for number, domain in enumerate(source.domains):
+    for index, domain in enumerate(source.domains):
         counts = [shard.rows for shard in domain.manifest.shards]
         starts, total = np.cumsum([0, *counts]), domain.manifest.rows
-        here = visits[owners == number]
-        shards, rows = source.orders[number].locate(here)
-        sequences, epochs, whole = starts[shards] + rows, here // total, done[number] // total
-        for epoch in range(-(-done[number] // total)):
+        own_visits = visits[owners == index]
+        shards, rows = source.orders[index].locate(own_visits)
+        sequences, epochs, whole = starts[shards] + rows, own_visits // total, done[index] // total
+        for epoch in range(-(-done[index] // total)):
             times = np.bincount(sequences[epochs == epoch], minlength=total)
             wrong = np.flatnonzero(times > 1) if epoch >= whole else np.flatnonzero(times != 1)
             for sequence in wrong:

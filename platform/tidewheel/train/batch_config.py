@@ -27,7 +27,8 @@ class BatchConfig(Config):
     micro_sequences: int = Field(default=4, ge=1)
     """Sequences per forward and backward pass; the same for every number of workers."""
     virtual_ranks: int = Field(default=4, ge=1)
-    """The global batch is cut in this many slices, spread evenly over the workers: their number must divide it."""
+    """Slices of the global batch, distributed evenly over the workers. The number of workers must divide their "
+      "number."""
     ramp: tuple[RampStage, ...] = ()
     """Smaller global batches first, growing to global_sequences: early gradients need fewer samples
     (https://arxiv.org/abs/1812.06162)."""
@@ -36,7 +37,7 @@ class BatchConfig(Config):
     def _divides(self) -> BatchConfig:
         unit = self.virtual_ranks * self.micro_sequences
         for name, value in [("global_sequences", self.global_sequences),
-                            *((f"ramp.{number}.sequences", stage.sequences) for number, stage in enumerate(self.ramp))]:
+                            *((f"ramp.{index}.sequences", stage.sequences) for index, stage in enumerate(self.ramp))]:
             if value % unit:
                 nearest = max(1, round(value / unit)) * unit
                 raise ValueError(
@@ -54,5 +55,5 @@ class BatchConfig(Config):
         return (*(stage.sequences for stage in self.ramp), self.global_sequences)
 
     def micro_batches(self, data_size: int) -> tuple[int, ...]:
-        """Micro-batches per step and data rank, for each of `sizes`."""
+        """Return the micro-batches per step and data rank, for each of `sizes`."""
         return tuple(size // self.micro_sequences // data_size for size in self.sizes)

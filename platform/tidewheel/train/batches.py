@@ -18,6 +18,7 @@ import torch
 
 from tidewheel.daemon import DaemonThread
 from tidewheel.models.decoder import IGNORED, next_tokens
+from tidewheel.models.documents import Documents
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
@@ -145,7 +146,7 @@ def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
     return MicroBatch(
         tokens=tokens.to(device), positions=positions.to(device), segment_ids=segments.to(device),
         targets=targets.to(device), virtual_rank=virtual_rank, num_tokens=int(rows.lengths[part].sum()),
-        num_targets=int((targets >= 0).sum()))
+        num_targets=int((targets >= 0).sum()), documents=Documents.of(rows.segment_ids[part]).to(device))
 
 
 class BatchDigest:

@@ -140,7 +140,7 @@ class Callbacks:
         callbacks: callbacks of the configuration.
         worker: the worker that they run in.
         on_failure: called with (name of the callback, hook, reason, failed calls so far) when a callback first fails
-            with a passing error, and again after it has worked in between.
+            with a passing error, and again after a success.
     """
 
     def __init__(self, callbacks: Sequence[Callback], worker: Worker,

@@ -30,7 +30,7 @@ def _renamed(values: Any, former: str, name: str) -> Any:
 
 def _checked_interval(value: int | str) -> int | str:
     if isinstance(value, int) and value < 0:
-        raise ValueError(f"{value} steps is no interval: give 0 or more, or auto")
+        raise ValueError(f"{value} steps is not an interval: give 0 or more, or auto")
     return value
 
 

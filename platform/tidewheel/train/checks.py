@@ -160,7 +160,7 @@ def _same_model(saved: Any, config: TrainConfig) -> bool:
 def same_model(config: TrainConfig, run: Store) -> None:
     """Raise ConfigError unless the finished run in this folder trained the model of `config`."""
     if not _same_model(run.read_json("run.json")["config"]["model"], config):
-        raise ConfigError("this run is over, and was of another model", where=run.uri,
+        raise ConfigError("this run is finished, and trained another model", where=run.uri,
                           fix="start a new run with another run.id (run.json has this one's settings)")
 
 
@@ -198,5 +198,5 @@ def same_history(extra: dict[str, Any], positions: Positions, config: TrainConfi
     saved = [tuple(window) for window in extra.get("passed_over", [])]
     later = positions.windows[len(saved):]
     if list(positions.windows[:len(saved)]) != saved or any(start < extra["position"] for start, _ in later):
-        raise CheckpointError(f"the checkpoint of step {extra['step']} is of steps that the run has undone",
-                              where=config.run_uri, fix="delete this checkpoint: an older one will do")
+        raise CheckpointError(f"the checkpoint of step {extra['step']} contains steps that the run has undone",
+                              where=config.run_uri, fix="delete this checkpoint; training then uses an older one")

@@ -96,10 +96,10 @@ class Collectives:
         """
         if group is None:
             return self.to_host_later(values)
-        mine = self.to_device(values.to(torch.int64))
+        own_values = self.to_device(values.to(torch.int64))
         is_first = dist.get_rank(group) == 0
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_first else None
-        dist.gather(mine, parts, group=group, group_dst=0)
+        parts = [torch.empty_like(own_values) for _ in range(dist.get_world_size(group))] if is_first else None
+        dist.gather(own_values, parts, group=group, group_dst=0)
         return self.to_host_later(torch.cat(parts)) if parts is not None else lambda: None
 
     def gather_all(self, values: torch.Tensor) -> torch.Tensor | None:

@@ -62,8 +62,8 @@ class DataConfig(Config):
         if self.uri and self.mixture is not None:
             raise ValueError("uri and mixture are both given: name one shard set, or the domains of a mixture")
         if self.wait_seconds and self.mixture is not None:
-            raise ValueError("wait_seconds is for uri: the sets of a mixture must be finished, because its shares "
-                             "follow from their sizes; leave it out")
+            raise ValueError("wait_seconds works only with uri: the sets of a mixture must be finished, because their "
+                             "sizes determine the shares; leave it out")
         return self
 
     @pydantic.field_validator("validation")
@@ -71,7 +71,8 @@ class DataConfig(Config):
     def _named(cls, value: str | dict[str, str]) -> str | dict[str, str]:
         for name, uri in value.items() if isinstance(value, dict) else ():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                raise ValueError(f"{name!r} is no name of a validation set: letters, digits and . _ - only")
+                raise ValueError(f"{name!r} is not a valid name of a validation set: use only letters, digits and "
+                                 ". _ -")
             if not uri:
                 raise ValueError(f"validation set {name!r} has no URI")
         return value
@@ -276,11 +277,11 @@ class TrainConfig(Config):
     def _former_names(cls, values: Any) -> Any:
         if not isinstance(values, dict) or "loss" not in values:
             return values
-        others = {name: value for name, value in values.items() if name != "loss"}
-        before = others.get("objective") or {}
+        present = {name: value for name, value in values.items() if name != "loss"}
+        before = present.get("objective") or {}
         if not isinstance(before, dict) or not isinstance(values["loss"] or {}, dict):
             raise ValueError("loss is the former name of objective: give one of them")
-        return {**others, "objective": {**before, **(values["loss"] or {})}}
+        return {**present, "objective": {**before, **(values["loss"] or {})}}
 
     @pydantic.field_validator("compile_cache")
     @classmethod
@@ -292,10 +293,10 @@ class TrainConfig(Config):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.parallel.offload and self.optimizer.NOT_OFFLOADABLE:
-            others = optimizers.where(lambda each: not each.NOT_OFFLOADABLE)
+            offloadable = optimizers.where(lambda optimizer: not optimizer.NOT_OFFLOADABLE)
             raise ValueError(f"parallel.offload keeps optimizer state in host memory, but optimizer.kind "
                              f"{name_of(type(self.optimizer))} {self.optimizer.NOT_OFFLOADABLE}; nearest legal "
-                             f"choice: optimizer.kind {others}")
+                             f"choice: optimizer.kind {offloadable}")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
             raise ValueError(f"parameters bf16 with precision {self.precision}: nearest legal choice: precision bf16")
         if self.evaluation.separate and self.checkpoint.keep_best:
@@ -318,7 +319,7 @@ class TrainConfig(Config):
         return {name: code for name, code in codes.items() if code is not None}
 
     def code(self) -> list[Code]:
-        """Return where the source of all parts outside this package is, also of those that decide no result."""
+        """Return the locations of the source of all parts outside this package, also of parts that decide no result."""
         watching = [Code.of(type(part)) for part in (*self.metrics.trackers, *self.callbacks)]
         return [*self.own_parts().values(), *(code for code in watching if code is not None)]
 
@@ -332,10 +333,13 @@ class TrainConfig(Config):
         """Return the hash of what decides the result: not where the run writes, nor the cluster and layout, nor how
         often it saves."""
         values = self.decisive()
+        reduce_dtype = values.get("parallel", {}).get("reduce_dtype")
+        if reduce_dtype is not None:  # the one setting of the layout that rounds
+            values["reduce_dtype"] = reduce_dtype
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "run_ahead", "memory",
                       "metrics", "profile", "logs", "callbacks"):
             values.pop(group, None)
-        for group, names in (("model", ("attention",)), ("objective", self.objective.UNDECISIVE),
+        for group, names in (("model", ("attention", "flash_attention")), ("objective", self.objective.UNDECISIVE),
                              ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:
@@ -346,7 +350,7 @@ class TrainConfig(Config):
             for domain in mixture["domains"].values():
                 domain.pop("shards", None)
             values["data"]["mixture"] = mixture
-        raised = {part: number for part, number in self.versions().items() if number > 1}
+        raised = {part: version for part, version in self.versions().items() if version > 1}
         if raised:  # absent while all are 1: recipes from before there were versions keep their hash
             values["versions"] = raised
         return recipe_hash(values)

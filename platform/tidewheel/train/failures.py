@@ -43,7 +43,7 @@ def mistake(part: Part, role: str, method: str, error: BaseException) -> ConfigE
     frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
     return ConfigError(f"the {role} {name_of(type(part))} failed in {method}: {type(error).__name__}: {error}",
                        where=f"{frame.filename}:{frame.lineno}",
-                       fix="correct it and start again: the run goes on from its last checkpoint")
+                       fix="correct it and start again: the run continues from its last checkpoint")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

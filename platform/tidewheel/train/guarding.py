@@ -58,7 +58,8 @@ class Guarding:
         training.watch.mark(step, "rollback")
         extra = training.runtime.checkpoints.load_saved(training.state())
         if extra is None:
-            raise ConfigError(f"{verdict.reason} at step {step}, and no checkpoint to go back to", where=config.run_uri,
+            raise ConfigError(f"{verdict.reason} at step {step}, and there is no checkpoint to go back "
+                              "to", where=config.run_uri,
                               fix="set checkpoint.every_steps, or guards.non_finite and guards.spike to skip")
         back_to = int(extra["step"])
         window = policy.window(training.positions, step, back_to, config.guards.pass_over)

@@ -20,6 +20,8 @@ from tidewheel.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
+REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Dtypes of `parallel.reduce_dtype`."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -72,14 +74,20 @@ def check_precision(device: torch.device, precision: Precision, *, emulated: boo
                       where="precision", fix="set precision: bf16")
 
 
-def sharded_precision(precision: Precision, device: torch.device) -> MixedPrecisionPolicy:
-    """Return how FSDP2 gathers a block's weights and reduces their gradients.
+def sharded_precision(precision: Precision, device: torch.device,
+                      reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
+    """Return how FSDP2 gathers weights and reduces their gradients.
 
     On CUDA, weights are gathered in the type of the matrix products: half the bytes of fp32. That also rounds the
-    norms' weights, the only difference from autocast alone. Gradients are summed in fp32.
+    embedding and the norms' weights, the only differences from autocast alone. The residual stream stays fp32.
+
+    Args:
+        precision: number type of the matrix products.
+        device: device of the model.
+        reduce_dtype: of the sum of gradients over ranks.
     """
     low = AUTOCAST.get(precision) if device.type == "cuda" else None
-    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 @dataclass

@@ -194,7 +194,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
     Args:
         run: content of run.json.
         uri: where the shard set is now, if it was moved. The sets of a mixture must be where they were.
-        store: the run's folder, to compare a growing set's waves with those that the run has read.
+        store: the run's folder, to compare a growing set's waves with the waves that the run has read.
 
     Raises:
         ShardError: a set is gone, or is not the one that the run was started with.
@@ -215,7 +215,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
         source = open_source("", mixture.model_copy(update={"domains": domains}), seed)
     if source.hash != recorded["hash"]:
         raise ShardError("this is not the data that the run read", where=where,
-                         fix="give the original set; a copy of it elsewhere will do")
+                         fix="give the original set; a copy elsewhere is valid too")
     if store is not None and (source.manifest.waves or source.manifest.to_come):
         _same_waves({int(line["wave"]): line["hash"] for line in jsonlog.read(store, WAVES)},
                     dict(enumerate(Growing.of(source.manifest).hashes[1:])), where)
@@ -223,7 +223,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
 
 
 def _same_waves(taken_in: Mapping[int, str], now: Mapping[int, str], where: str) -> None:
-    other = [number for number, wave_hash in sorted(now.items()) if taken_in.get(number, wave_hash) != wave_hash]
+    other = [wave for wave, wave_hash in sorted(now.items()) if taken_in.get(wave, wave_hash) != wave_hash]
     if other:
         raise ShardError(f"wave {other[0]} of the shard set is not the one that the run read: the set was "
                          "rewritten with other content", where=where,

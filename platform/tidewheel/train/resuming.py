@@ -81,6 +81,6 @@ class Resuming:
         """Return the windows that the run's rollbacks pass over, as rank 0 reads them."""
         training, first = self._training, self._training.collectives.from_first
         lines = training.retry(lambda: read_rollbacks(training.record.store)) if training.leads else []
-        mine = [(line["start"], line["end"]) for line in lines]
-        count = first(len(mine))
-        return [(first(start), first(end)) for start, end in mine or [(0, 0)] * count]
+        windows = [(line["start"], line["end"]) for line in lines]
+        count = first(len(windows))
+        return [(first(start), first(end)) for start, end in windows or [(0, 0)] * count]

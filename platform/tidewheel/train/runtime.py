@@ -70,7 +70,7 @@ class Checkpointer(Protocol):
         """Wait until all saves are committed or have failed."""
 
     def let_go(self) -> None:
-        """Abandon the save in progress unless it ends in a moment: the generation ends, and the memory tier is safe."""
+        """Abandon the save in progress unless it is about to finish: the generation ends and memory is safe."""
 
     def has_memory(self) -> bool:
         """Return whether there is a memory tier, the same on all ranks."""

@@ -34,7 +34,7 @@ REFUSED: dict[str, str] = {
     "data.mixture": "the order of the tokens would change",
 }
 """Settings that define a run, and why each must not change. All others may."""
-FREE_PARTS_OF_MODEL = ("model.attention", "model.init_from")
+FREE_PARTS_OF_MODEL = ("model.attention", "model.flash_attention", "model.init_from")
 """Settings of the model that may change: how attention is computed, and where the first weights came from."""
 REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
     "precision": "every later step would give other bits",
@@ -177,8 +177,9 @@ def _changed_code(run: Mapping[str, Any]) -> dict[str, Any]:
         commit = start.get("commit", commit)
         packages |= start.get("versions", {})
     newer = {name: version for name, version in versions(PACKAGES).items() if packages.get(name) != version}
-    here = git_commit()
-    return {**({"versions": newer} if newer else {}), **({"commit": here} if here != commit else {})}
+    current_commit = git_commit()
+    return {**({"versions": newer} if newer else {}),
+            **({"commit": current_commit} if current_commit != commit else {})}
 
 
 def _changed_parts(run: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:

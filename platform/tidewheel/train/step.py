@@ -8,6 +8,7 @@ from typing import ParamSpec
 
 import torch
 
+from tidewheel.models.documents import Documents
 from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
@@ -39,6 +40,8 @@ class MicroBatch:
     """Tokens that are not padding."""
     num_targets: int
     """Positions with a target to predict."""
+    documents: Documents | None = None
+    """Where documents begin, `Documents.of(segment_ids)`. None: the model finds them on the device and waits for it."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
-"""Where every second of every worker went, from ledger.jsonl and events.jsonl.
+"""Attribute every second of every worker, from ledger.jsonl and events.jsonl.
 
-Workers write what they did; what nobody could write (a process that is not there yet, or no longer) is filled in
-here, so that the parts of all workers sum to the time they were there.
+Workers record what they do. A process that does not exist yet, or no longer exists, records nothing. This module fills
+these gaps, so that each worker's intervals sum to its lifetime.
 
-A generation lasts from the end of the one before it, or from the start of its driver, to its own end: the failure or
-resize event that ended it, or its last record. It never lasts into the next generation or the next driver's time: a
-worker that was frozen wakes up and writes a record long after the others went on without it. All workers of a
-generation count for all of its time. A gap
+A generation starts at the end of the previous one or at the start of its driver. It ends with the failure or resize
+event that ended it, or with its last record. It never overlaps the next generation or the next driver's time, because a
+frozen worker may wake up and write a record long after the others continued without it. All workers of a generation
+count for its whole duration. A gap
+
 - before a worker's first record is `restart`: processes start and import, the process group forms, state loads;
-- after its last one is `detection` if a failure ended the generation, `restart` if a planned resize did, else `idle`;
-- in between is `idle`.
+- after its last record is `detection` if a failure ended the generation, `restart` after a planned resize, else `idle`;
+- between records is `idle`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class LedgerSummary:
     parts: dict[str, float]
     """Worker seconds by category; they sum to `worker_seconds`."""
     worker_seconds: float
-    """Workers times the time they were there, over all generations."""
+    """Number of workers times duration, summed over generations."""
     wall_seconds: float
-    """Time that the run was there at all: the time between two drivers is not in it."""
+    """Duration of all generations, without the time between two drivers."""
     goodput: float
     """Productive share of the worker seconds, 0 to 1."""
     generations: tuple[Generation, ...] = ()
@@ -85,19 +86,20 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
     parts = dict.fromkeys(CATEGORIES, 0.0)
     for record in filled:
         parts[record["category"]] = parts.get(record["category"], 0.0) + record["end"] - record["start"]
-    whole = sum((one.end - one.start) * one.workers for one in generations)
-    return LedgerSummary(parts, whole, sum(one.end - one.start for one in generations),
-                         parts["productive"] / whole if whole else 0.0, tuple(generations), tuple(filled))
+    worker_seconds = sum((generation.end - generation.start) * generation.workers for generation in generations)
+    wall_seconds = sum(generation.end - generation.start for generation in generations)
+    goodput = parts["productive"] / worker_seconds if worker_seconds else 0.0
+    return LedgerSummary(parts, worker_seconds, wall_seconds, goodput, tuple(generations), tuple(filled))
 
 
 def _span(number: int, ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]],
           drivers: Sequence[float], free_from: float, latest_end: float) -> Generation:
     """Return when a generation began and ended, from its own records and events and the times of driver starts."""
-    every = [record for records in ranks.values() for record in records]
-    first = min(float(record["start"]) for record in every)
-    last = max(float(record["end"]) for record in every)
+    all_records = [record for records in ranks.values() for record in records]
+    first = min(float(record["start"]) for record in all_records)
+    last = max(float(record["end"]) for record in all_records)
     began = [at for at in drivers if free_from <= at <= first]
-    # Nobody was there between the end of the last generation and the start of this one's driver, the last of `began`.
+    # The last of `began` is this generation's driver. No worker existed between the previous generation and its start.
     start = max([free_from, *began[-1:]]) if began or free_from > float("-inf") else first
     endings = [event for event in events if event["kind"] in ENDINGS]
     sizes = [int(event["detail"].get("world_size", 0)) for event in events if event["kind"] in ("start", "resume")]
@@ -109,7 +111,7 @@ def _span(number: int, ranks: Mapping[int, Sequence[Mapping[str, Any]]], events:
 
 
 def _fill(rank: int, records: Sequence[Mapping[str, Any]], generation: Generation) -> list[Record]:
-    """One worker's time in one generation without gaps and overlaps."""
+    """Return one worker's records in one generation without gaps and overlaps."""
     node = str(records[0].get("node", "")) if records else ""
     after = ENDINGS.get(generation.ended_by, "idle")
     filled: list[Record] = []

@@ -43,9 +43,9 @@ class _Run:
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (domain, row) at `positions`; rows count through all shards of the domain's set."""
         domains, shards, rows = self.source.locate(positions)
-        for number, starts in enumerate(self.starts):
-            here = domains == number
-            rows[here] += starts[shards[here]]
+        for index, starts in enumerate(self.starts):
+            in_domain = domains == index
+            rows[in_domain] += starts[shards[in_domain]]
         return domains, rows
 
 
@@ -76,7 +76,7 @@ def trace_step(run_uri: str, step: int, *, batch_row: int | None = None, token: 
     size = run.plan.count(step)
     if batch_row is not None and not 0 <= batch_row < size:
         raise ShardError(f"there is no row {batch_row} in the batch", where=f"{run_uri} step {step}",
-                         fix=f"the rows of a global batch count from 0 to {size - 1}")
+                         fix=f"the rows of a global batch are numbered from 0 to {size - 1}")
     if token is not None and batch_row is None:
         raise ShardError("a token without its row in the batch", where=f"{run_uri} step {step}",
                          fix="give --batch-row as well")
@@ -91,10 +91,10 @@ def _reading(run: _Run, record: dict[str, Any], batch_row: int | None) -> dict[s
     """Return what a recorded step read: "digest", "as_recorded" and "sequences" of `trace_step`."""
     taken = run.plan.known(record.get("passed_over", 0)).of(int(record["step"]))
     ids = run.source.ids_at(taken)
-    places = [part.tolist() for part in run.rows(taken)]
+    locations = [part.tolist() for part in run.rows(taken)]
     sequences = []
     for number in range(len(taken)) if batch_row is None else [batch_row]:
-        domain, row = places[0][number], places[1][number]
+        domain, row = locations[0][number], locations[1][number]
         opened = run.sets[domain]
         sequences.append({"batch_row": number, "set": opened.store.uri, "domain": run.source.domains[domain].name,
                           "row": row, "id": ids[number], "segments": segments(opened, *find_row(opened, row))})

@@ -13,7 +13,8 @@ from typing import Any
 
 from tidewheel.config import Setting, recipe_hash
 from tidewheel.errors import ConfigError
-from tidewheel.workflow.kinds import KINDS, Entry
+from tidewheel.workflow.kinds import KINDS
+from tidewheel.workflow.step_kind import Entry
 from tidewheel.workflow.steps import WorkflowStep
 
 KEY_DIGITS = 12

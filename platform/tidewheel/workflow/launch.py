@@ -17,8 +17,9 @@ from tidewheel.autoscaler import can_grow
 from tidewheel.config import build
 from tidewheel.placement import matches
 from tidewheel.workflow.graph import Node
-from tidewheel.workflow.kinds import KINDS, Task
+from tidewheel.workflow.kinds import KINDS
 from tidewheel.workflow.records import StepLog
+from tidewheel.workflow.step_kind import Task
 
 
 def execute(task: Task, output: str, node_id: str) -> dict[str, Any]:
@@ -78,8 +79,8 @@ class RayLauncher:
 
         options: dict[str, Any] = {"max_retries": 0, "name": node.id, "num_cpus": node.entry.get("cpus", 1)}
         if node.kind != "function":
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            options |= {"num_cpus": 0, "scheduling_strategy": here}
+            on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            options |= {"num_cpus": 0, "scheduling_strategy": on_this_node}
         remote: Any = ray.remote(execute)
         reference = remote.options(**options).remote(self.task(node, max_workers), self._output, node.id)
         with self._lock:
@@ -117,7 +118,7 @@ class RayLauncher:
         elastic = build(TrainConfig, node.entry["config"]).elastic
         usable = nodes.usable()
         matching = [node.resources for node in usable if matches(elastic.placement.selector, node.labels)]
-        places = layout.slots(matching, elastic.needs)
-        free_cpus = sum(node.resources.get("CPU", 0.0) for node in usable) - places * elastic.cpus_per_worker
+        slots = layout.slots(matching, elastic.needs)
+        free_cpus = sum(node.resources.get("CPU", 0.0) for node in usable) - slots * elastic.cpus_per_worker
         missing_cpus = max(0.0, spare_cpus - free_cpus)
-        return max(0, places - math.ceil(missing_cpus / elastic.cpus_per_worker))
+        return max(0, slots - math.ceil(missing_cpus / elastic.cpus_per_worker))

@@ -210,5 +210,5 @@ def _name_and_settings(filter: object) -> tuple[str, dict[str, object]]:
         return importable(name_of(type(filter)), where), filter.settings()
     if callable(filter) and hasattr(filter, "__qualname__") and not isinstance(filter, type):
         return importable(f"{filter.__module__}:{filter.__qualname__}", where), {}
-    raise ConfigError(f"{filter!r} is no filter", where=where,
+    raise ConfigError(f"{filter!r} is not a filter", where=where,
                       fix="give one of tw.filters, a tw.Filter with its settings, or a function of one document")

@@ -164,19 +164,19 @@ class Schedule:
     def _share(self, node: Node, ready: Sequence[Node]) -> int | None:
         """Return how many workers a training may use beside other trainings; None: no limit; 0: not now."""
         beside = [need for need in node.needs.values() if need not in self._done]
-        places = None
+        slots = None
         if node.kind == "train":  # a pipeline beside it needs a CPU to go on
-            places = self._launcher.places(node, spare_cpus=1) if beside else self._launcher.places(node)
-        if places is None:
+            slots = self._launcher.places(node, spare_cpus=1) if beside else self._launcher.places(node)
+        if slots is None:
             return None
-        if beside and places < elastic(node)[0]:
+        if beside and slots < elastic(node)[0]:
             return 0
-        others = [elastic(other)[0] for other in ready if other.kind == "train" and other.name != node.name
-                  and other.name not in self._running]
-        share = grant(places, elastic(node), sum(self._granted.values()), others)
+        other_least = [elastic(other)[0] for other in ready if other.kind == "train" and other.name != node.name
+                       and other.name not in self._running]
+        share = grant(slots, elastic(node), sum(self._granted.values()), other_least)
         if not share:
             return 0
-        alone = not self._granted and not others and not beside  # it may also use nodes that join later
+        alone = not self._granted and not other_least and not beside  # it may also use nodes that join later
         self._granted[node.name] = share
         return None if alone else share
 

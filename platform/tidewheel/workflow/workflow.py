@@ -22,8 +22,8 @@ from tidewheel.errors import ConfigError
 from tidewheel.lease import Holder, Leases
 from tidewheel.stopping import stopping
 from tidewheel.workflow import graph
+from tidewheel.workflow.function_kind import imported
 from tidewheel.workflow.graph import Node
-from tidewheel.workflow.kinds import imported
 from tidewheel.workflow.plan import Planned, plan
 from tidewheel.workflow.records import Record, Records
 from tidewheel.workflow.schedule import Cancelled, Schedule, cancel_key

@@ -33,10 +33,10 @@ def recipe(tmp_path):
 
 def refused(capsys, *command: str) -> str:
     assert run_command(command) == 2
-    told = capsys.readouterr()
-    assert "Traceback" not in told.out + told.err
-    assert "fix:" in told.err
-    return " ".join(told.err.split())
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    assert "fix:" in captured.err
+    return " ".join(captured.err.split())
 
 
 def lines(folder: Path, *records: bytes) -> str:
@@ -53,8 +53,8 @@ def test_more_bad_records_than_allowed_stop_the_run(recipe, tmp_path, capsys, cl
     source = lines(tmp_path / "in", *(good(n) for n in range(6)), b"{not json", b'{"id": "x"}',
                    b'{"id": "y", "text": "\xff\xfe"}')
     output = tmp_path / "out"
-    told = refused(capsys, "data", "run", recipe, "--input", source, "--output", str(output))
-    assert "a.jsonl" in told  # the worst file
+    error = refused(capsys, "data", "run", recipe, "--input", source, "--output", str(output))
+    assert "a.jsonl" in error  # the worst file
     assert not (output / "shards").exists()
 
 
@@ -73,15 +73,17 @@ def test_a_few_bad_records_go_to_quarantine_with_position_and_reason(recipe, tmp
 
 
 def test_a_missing_input_raises(recipe, tmp_path, capsys):
-    told = refused(capsys, "data", "run", recipe, "--input", str(tmp_path / "nowhere"), "--output", str(tmp_path / "o"))
-    assert "nowhere" in told
+    error = refused(capsys, "data", "run", recipe, "--input", str(tmp_path / "nowhere"),
+                    "--output", str(tmp_path / "o"))
+    assert "nowhere" in error
     assert not (tmp_path / "o").exists()
 
 
 def test_a_missing_bucket_raises(recipe, capsys):
     with S3Server():
-        told = refused(capsys, "data", "run", recipe, "--input", "s3://no-such-bucket/raw", "--output", "s3://nor-this/o")
-    assert "no-such-bucket" in told
+        error = refused(capsys, "data", "run", recipe, "--input", "s3://no-such-bucket/raw",
+                        "--output", "s3://nor-this/o")
+    assert "no-such-bucket" in error
 
 
 def test_wrong_credentials_raise(recipe, capsys):
@@ -96,8 +98,8 @@ def test_more_workers_than_cpus_raise(tmp_path, capsys, cluster):
     path.write_text(f"run: {{id: r, uri: {tmp_path}/runs}}\ndata: {{uri: {tmp_path}/shards}}\nsteps: 2\n"
                     "batch: {global_sequences: 8, micro_sequences: 2, virtual_ranks: 4}\n"
                     "elastic: {min_workers: 4, max_workers: 4}\n")
-    told = refused(capsys, "train", str(path))
-    assert "4 worker" in told
+    error = refused(capsys, "train", str(path))
+    assert "4 worker" in error
     assert not (tmp_path / "runs/r/run.json").exists()
 
 

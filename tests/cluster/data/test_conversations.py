@@ -25,9 +25,9 @@ ITEM = "Which lighthouse keeper painted seventeen crimson herons upon the northe
 
 
 def conversation(number: int) -> dict:
-    said = random.Random(number)
-    turns = [{"role": role, "content": f"{role} {number} " + " ".join(said.choice(TEXTS).split()[:9])}
-             for _ in range(said.randint(1, 6)) for role in ("user", "assistant")]
+    generator = random.Random(number)
+    turns = [{"role": role, "content": f"{role} {number} " + " ".join(generator.choice(TEXTS).split()[:9])}
+             for _ in range(generator.randint(1, 6)) for role in ("user", "assistant")]
     return {"id": f"c{number:03d}", "messages": turns}
 
 
@@ -96,10 +96,10 @@ def _check_rows(place: str) -> int:
         marked = [token for offset in sorted(own) for token, mark in zip(*own[offset], strict=True) if mark]
         count += len(marked)
         messages = next(record["messages"] for record in CHAT if record["id"] == name)
-        told = encoder.with_control_tokens.decode
-        assert told(tokens, skip_special_tokens=False) == "".join(
+        decode = encoder.with_control_tokens.decode
+        assert decode(tokens, skip_special_tokens=False) == "".join(
             f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        assert told(marked, skip_special_tokens=False) == "".join(
+        assert decode(marked, skip_special_tokens=False) == "".join(
             m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
     return count
 

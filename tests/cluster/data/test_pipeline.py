@@ -113,7 +113,7 @@ def documents_of(output) -> dict[str, str]:
                 ends = [*row["segment_starts"][1:], row["length"]]
                 for first, last, identity, offset in zip(row["segment_starts"], ends, row["document_ids"],
                                                          row["document_offsets"], strict=True):
-                    assert offset not in pieces[identity], "a piece is there twice"
+                    assert offset not in pieces[identity], "a piece occurs twice"
                     pieces[identity][offset] = row["tokens"][first:last]
     texts = {}
     for identity, found in pieces.items():
@@ -183,8 +183,8 @@ def test_the_summary_balances_and_the_sets_are_intact(finished):
     assert [stage["name"] for stage in value["stages"]] == [
         "ingest", "filter", "partition", "dedup_exact", "dedup_near", "decontaminate", "tokenizer", "pack"]
     for stage in value["stages"]:
-        gone = sum(stage["dropped"].values()) + stage["quarantined"]
-        assert stage["documents_in"] == stage["documents_out"] + gone
+        num_dropped = sum(stage["dropped"].values()) + stage["quarantined"]
+        assert stage["documents_in"] == stage["documents_out"] + num_dropped
         assert stage["units_reused"] == 0
         if stage["dropped"]:
             counts = json.loads((root / "out" / "verdicts" / stage["name"] / "summary.json").read_text())
@@ -309,8 +309,8 @@ def test_killed_workers_do_not_change_the_output(finished, tmp_path):
     killed = []
 
     def kill_a_worker(stage: str, done: int, total: int, note: str) -> None:
-        mine = psutil.Process().children(recursive=True)
-        workers = [process for process in mine if process.name().startswith(("ray::Map", "ray::HashShuffle"))]
+        children = psutil.Process().children(recursive=True)
+        workers = [process for process in children if process.name().startswith(("ray::Map", "ray::HashShuffle"))]
         if workers and len(killed) < 4 and stage not in killed:
             killed.append(stage)
             workers[0].kill()

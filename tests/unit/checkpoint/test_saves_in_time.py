@@ -83,7 +83,7 @@ def test_a_save_is_broken_off_when_its_worker_group_ends(tmp_path: Path):
     saver.break_off()
     saver.wait()
     [failed] = events.of("save_failed")
-    assert "broken off: its workers have parted" in failed["reason"]
+    assert "was stopped: its workers have parted" in failed["reason"]
     saver.save(2, state(2), {})  # a later save is broken off at once
     saver.wait()
     assert saver.saves().failed == 2

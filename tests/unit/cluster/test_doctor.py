@@ -151,7 +151,7 @@ def test_a_token_is_detected_and_never_shown(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HOME", str(tmp_path))
     assert (network.token().status, network.token().detail) == ("ok", "mode not set, token none")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
-    assert "can run anything" in network.token().detail
+    assert "can run any code" in network.token().detail
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     assert (network.token().status, "there is none" in network.token().detail) == ("failure", True)
     path = tmp_path / "secret"

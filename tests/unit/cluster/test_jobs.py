@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidewheel.cluster.jobs import JobServer, Submission, _Shown, command_of, exit_code
+from tidewheel.cluster.jobs import JobServer, Submission, _WrittenLog, command_of, exit_code
 from tidewheel.errors import ClusterError, ConfigError
 
 
@@ -138,11 +138,11 @@ def test_a_missing_server_is_an_error(monkeypatch):
 
 def test_overlapping_parts_of_a_log_are_shown_once():
     out: list[str] = []
-    shown = _Shown(out.append)
-    shown.part("abc", 0)
-    shown.part("abcd", 0)
-    shown.part("cde", 2)
-    shown.from_start("abcdefg")
+    written = _WrittenLog(out.append)
+    written.part("abc", 0)
+    written.part("abcd", 0)
+    written.part("cde", 2)
+    written.from_start("abcdefg")
     assert "".join(out) == "abcdefg"
 
 

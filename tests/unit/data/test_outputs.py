@@ -70,10 +70,10 @@ def test_a_different_recipe_is_refused_with_the_differences(folder):
     before = (folder / "out/shards/manifest.json").read_bytes()
     with pytest.raises(ConfigError) as raised:
         run(folder, min_words=9)
-    told = str(raised.value)
-    assert "filter.gopher_quality.min_words was 5, now 9" in told
-    assert "documents, " in told
-    assert "--replace" in told
+    message = str(raised.value)
+    assert "filter.gopher_quality.min_words was 5, now 9" in message
+    assert "documents, " in message
+    assert "--replace" in message
     assert (folder / "out/shards/manifest.json").read_bytes() == before
     run(folder)  # the same one brings it up to date
     run(folder, may_replace=True, min_words=9)
@@ -185,9 +185,9 @@ def test_compare_reports_settings_counts_and_documents(folder, capsys):
     back = compare(str(folder / "other"), str(folder / "out"))
     assert back.gained.reasons == {"filter: gopher_too_few_words": 4}
     assert run_command(["data", "diff", str(folder / "out"), str(folder / "other")]) == 0
-    told = capsys.readouterr().out
-    assert "4 in b: filter: gopher_too_few_words" in told
-    assert "documents in both: 31" in told
+    output = capsys.readouterr().out
+    assert "4 in b: filter: gopher_too_few_words" in output
+    assert "documents in both: 31" in output
     assert run_command(["data", "diff", str(folder / "out"), str(folder / "other"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lost"]["documents"] == 4
 

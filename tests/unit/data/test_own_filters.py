@@ -131,7 +131,7 @@ def test_the_error_of_a_failing_filter_names_its_line(module: str, name: str, to
 
 
 @pytest.mark.parametrize(("name", "settings", "told"), [
-    ("{}:Shoutin", {}, "'Shoutin' does not exist"), ("{}:nothing", {}, "is no filter"),
+    ("{}:Shoutin", {}, "'Shoutin' does not exist"), ("{}:nothing", {}, "is not a filter"),
     ("no_such_module_at_all:x", {}, "there is no module 'no_such_module_at_all'"),
     ("{}:Shouting", {"max_uper": 1}, "did you mean 'max_upper'"), ("{}:short", {"a": 1}, "a"),
 ])
@@ -174,17 +174,17 @@ def test_yaml_and_sdk_give_the_same_pipeline(module: str, tmp_path: Path):
     with without_ray():
         summary = pipeline.run(recipe(module), input=str(tmp_path), output=str(tmp_path / "out"))
     assert summary.documents == 1
-    mine = __import__(module)
+    user_module = __import__(module)
     made = tw.Pipeline("pipeline").set(partitions=1).read("*.jsonl")
-    assert made.filter(mine.Shouting()).recipe_hash() == recipe(module).recipe_hash()
-    assert made.filter(mine.Shouting(max_upper=0.4)).recipe_hash() == recipe(module, max_upper=0.4).recipe_hash()
-    assert made.filter(mine.short).config().step("filter").filters == tuple(rules(("python", f"{module}:short")))
+    assert made.filter(user_module.Shouting()).recipe_hash() == recipe(module).recipe_hash()
+    assert made.filter(user_module.Shouting(max_upper=0.4)).recipe_hash() == recipe(module, max_upper=0.4).recipe_hash()
+    assert made.filter(user_module.short).config().step("filter").filters == tuple(rules(("python", f"{module}:short")))
     with pytest.raises(ConfigError, match="given twice"):
-        made.filter(mine.Shouting(), mine.Shouting(max_upper=0.4))
+        made.filter(user_module.Shouting(), user_module.Shouting(max_upper=0.4))
     with pytest.raises(ConfigError, match="workers cannot import"):
         made.filter(lambda document: True)
-    with pytest.raises(ConfigError, match="is no filter"):
-        made.filter(mine.Shouting)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is not a filter"):
+        made.filter(user_module.Shouting)  # type: ignore[arg-type]
 
 
 def test_costs_are_reported_and_not_published(module: str, tmp_path: Path):

@@ -122,11 +122,11 @@ def test_a_slider_changes_a_threshold(folder):
     html = page.render(found, name="web", input="x").decode()
     data = re.search(r'id="preview-data">(.*?)</script>', html, re.DOTALL)[1]
     (folder / "dom.js").write_text(DOM)
-    told = json.loads(subprocess.run(["node", str(folder / "dom.js"), str(page.SCRIPT)], input=data, text=True,
-                                     capture_output=True, check=True).stdout)
+    page_state = json.loads(subprocess.run(["node", str(folder / "dom.js"), str(page.SCRIPT)], input=data, text=True,
+                                           capture_output=True, check=True).stdout)
     lowest = min(each.statistics["0.gopher_quality.words"] for each in found.documents)
     others = [rule for rule in found.thresholds if not rule.set.endswith("min_words")]
-    first, moved, line, badge, dropped, back, nothing = told
+    first, moved, line, badge, dropped, back, nothing = page_state
     assert first == back == f"{len(kept_of(found))} of 40 documents are kept"
     assert moved == f"{len(kept_of(found, others))} of 40 documents are kept"
     assert line == f"--set steps.0.filter.gopher_quality.min_words={lowest:g}"

@@ -128,14 +128,22 @@ def test_no_message_is_lost_or_received_twice_however_often_the_connection_break
     until(lambda: handler.calls[-1] == ("closed", "a"))
 
 
-def test_a_network_that_is_away_for_a_while_costs_no_worker(server, handler, proxy):
+def test_a_network_that_is_away_for_a_while_costs_no_worker(server, handler, proxy, monkeypatch):
+    tries: list[float] = []
+    connect = Client._connect
+
+    def counted(client: Client, seconds: float) -> socket.socket:
+        tries.append(seconds)
+        return connect(client, seconds)
+
+    monkeypatch.setattr(Client, "_connect", counted)
     worker = Worker(proxy.address)
     until(lambda: worker.client.welcomed)
     proxy.away()
     until(lambda: not worker.client.connected.is_set())
     worker.say(1)
     server.call(lambda: server.send("a", Stop(2)))
-    time.sleep(2.5)  # longer than the first attempts take
+    until(lambda: len(tries) == 2)  # it connects again, and nothing answers
     assert handler.calls == [("opened", "a")]
     proxy.back()
     until(lambda: handler.values == [1] and worker.received == [2])

@@ -46,10 +46,10 @@ def test_an_unknown_release_is_refused(monkeypatch):
 
 
 def test_names_and_parameters_that_are_gone_are_listed(monkeypatch):
-    gone = (Name("ray.train.v2._internal.execution.scaling_policy", "ScalingPolicy.no_such_method"),
-            Name("ray.train.v2._internal.execution.failure_handling", "FailurePolicy.make_decision", ("renamed",)),
-            Name("ray.train.v2.no_such_module", "Thing"))
-    monkeypatch.setattr(ray_contract, "CONTRACT", gone)
+    missing = (Name("ray.train.v2._internal.execution.scaling_policy", "ScalingPolicy.no_such_method"),
+               Name("ray.train.v2._internal.execution.failure_handling", "FailurePolicy.make_decision", ("renamed",)),
+               Name("ray.train.v2.no_such_module", "Thing"))
+    monkeypatch.setattr(ray_contract, "CONTRACT", missing)
     with pytest.raises(ClusterError) as caught:
         check_ray()
     assert "no_such_method is gone" in str(caught.value)

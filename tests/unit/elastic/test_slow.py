@@ -24,7 +24,7 @@ def test_a_slow_worker_stays_if_the_others_are_no_legal_number():
     """Four virtual ranks: three workers cannot share them, so two would do the work of four."""
     assert not judge("replace", 1.9, size=4, others=3, sizes=(1, 2, 4)).leave
     assert judge("replace", 2.1, size=4, others=3, sizes=(1, 2, 4)).leave
-    assert judge("replace", 9.0, size=4, others=3, sizes=(4,)).reason == "3 other worker(s) are no legal number"
+    assert judge("replace", 9.0, size=4, others=3, sizes=(4,)).reason == "3 other worker(s) are not a legal number"
 
 
 @given(ratio=st.floats(1.01, 10), size=st.integers(1, 8), others=st.integers(0, 9))

@@ -75,7 +75,7 @@ def test_each_rank_takes_the_gpu_of_its_local_rank(monkeypatch):
     assert device_of(Place(9, 16, 1), "cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match="local rank 2 has no GPU: torch sees 2"):
         device_of(Place(2, 4, 2))
-    with pytest.raises(ConfigError, match="takes the GPU of its local rank"):
+    with pytest.raises(ConfigError, match="uses the GPU of its local rank"):
         device_of(Place(0, 4, 0), "cuda:1")
 
 

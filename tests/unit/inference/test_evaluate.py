@@ -36,14 +36,14 @@ def scores(run: TrainConfig) -> dict[int, dict]:
 
 
 def test_an_evaluation_equals_the_validation_loss_of_the_training(run: TrainConfig):
-    told = scores(run)
-    assert sorted(told) == [3, 6]
+    all_scores = scores(run)
+    assert sorted(all_scores) == [3, 6]
     evaluator = Evaluator(run.run_uri, device="cpu")
     for step in (6, 3):
         found = evaluator.evaluate(f"{run.run_uri}/checkpoints/step_{step:08d}")
-        assert (found.step, found.loss) == (step, pytest.approx(told[step]["loss"], rel=1e-6))
-        assert found.scores[""].bits_per_byte == pytest.approx(told[step]["bits_per_byte"], rel=1e-6)
-        assert found.scores[""].tokens == told[step]["tokens"]
+        assert (found.step, found.loss) == (step, pytest.approx(all_scores[step]["loss"], rel=1e-6))
+        assert found.scores[""].bits_per_byte == pytest.approx(all_scores[step]["bits_per_byte"], rel=1e-6)
+        assert found.scores[""].tokens == all_scores[step]["tokens"]
 
 
 def test_the_command_evaluates_the_given_sets(run: TrainConfig, capsys: pytest.CaptureFixture[str]):
@@ -58,9 +58,19 @@ def test_the_command_evaluates_the_given_sets(run: TrainConfig, capsys: pytest.C
     assert run_command(["evaluate", run.run_uri + "-not"]) == 2
 
 
+class CountedEnd(threading.Event):
+    """The end of a watch, which waits for it between two looks."""
+
+    looks = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.looks += 1
+        return super().wait(timeout)
+
+
 def test_checkpoints_are_evaluated_as_they_are_committed(run: TrainConfig, tmp_path: Path):
     """A damaged checkpoint is skipped, and none is evaluated twice."""
-    uri, ended, events = run.run_uri, threading.Event(), list[tuple[str, dict]]()
+    uri, ended, events = run.run_uri, CountedEnd(), list[tuple[str, dict]]()
     copy = store(tmp_path / "run")
     for key in ("run.json", *(entry.key for entry in store(uri).list("checkpoints/step_00000003"))):
         copy.write(key, store(uri).read(key))
@@ -81,7 +91,10 @@ def test_checkpoints_are_evaluated_as_they_are_committed(run: TrainConfig, tmp_p
         copy.write(entry.key, content if entry.key.endswith(".json") else content[:-1] + bytes([content[-1] ^ 1]))
     while not events and time.monotonic() < until:
         time.sleep(0.05)
-    time.sleep(0.3)
+    looked = ended.looks
+    while ended.looks < looked + 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert ended.looks >= looked + 4
     assert thread.is_alive()
     assert not told(6)
     [(kind, detail)] = events  # told once, however often it is looked at

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tidewheel.config import build
 from tidewheel.inference.generate import cached, draw, generate
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 
 VOCABULARY = 96
 

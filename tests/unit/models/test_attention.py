@@ -1,21 +1,20 @@
 """Tests of every attention kernel against attention computed document by document."""
 
-import contextlib
-import dataclasses
 import itertools
 import math
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
-from tidewheel.errors import ConfigError
-from tidewheel.models import attention
-from tidewheel.models.attention import choose_kernel, document_attention, document_mask, document_offsets
+from tests.unit.models.varlen_on_cpu import varlen_on_cpu
+from tidewheel.models.attention import document_attention, document_mask
+from tidewheel.models.attention_kernels import Choice, Machine, choose
+from tidewheel.models.documents import Documents
 from tidewheel.models.families import Llama
 from tidewheel.models.rope import rope_table
 
@@ -27,41 +26,24 @@ def segments_of(*rows: list[int], padding: int = 0) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-def brute_force(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Compute attention one query at a time, over the earlier keys of its document."""
-    out = torch.empty_like(q)
+def brute_force(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor,
+                window: int | None = None) -> torch.Tensor:
+    """Compute attention one query at a time, over the earlier keys of its document that are in the window."""
     group = q.shape[1] // k.shape[1]
+    rows = []
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
             for place in range(q.shape[2]):
                 seen = [other for other in range(place + 1) if segments[row, other] == segments[row, place]]
+                seen = seen[-(window or len(seen)):]  # the tokens of a document are neighbours
                 scores = k[row, head // group, seen] @ q[row, head, place] / math.sqrt(q.shape[-1])
-                out[row, head, place] = torch.softmax(scores, 0) @ v[row, head // group, seen]
-    return out
+                rows.append(torch.softmax(scores, 0) @ v[row, head // group, seen])
+    return torch.stack(rows).view(q.shape)
 
 
 def tensors(rows: int, length: int, heads: int, kv_heads: int, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(rows, count, length, 8, generator=generator) for count in (heads, kv_heads, kv_heads)]
-
-
-def flash_by_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
-    """Compute what varlen_attn does on any device: causal attention inside each document of [T, H, E]."""
-    assert window_size == (-1, 0)
-    assert cu_q.dtype == torch.int32
-    assert int(cu_q.diff().max()) <= max_q
-    parts = [F.scaled_dot_product_attention(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True,
-                                            enable_gqa=enable_gqa)[0].transpose(0, 1)
-             for a, b in itertools.pairwise(cu_q.tolist())]
-    return torch.cat(parts)
-
-
-@contextlib.contextmanager
-def fresh_flash():
-    """Clear the cached kernel before and after the test."""
-    attention._flash.cache_clear()
-    yield
-    attention._flash.cache_clear()
 
 
 @st.composite
@@ -74,31 +56,84 @@ def packed_rows(draw):
     return segments_of(*rows, padding=draw(st.integers(0, length - 1)))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@settings(max_examples=10, deadline=None)
-@given(segments=packed_rows(), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]), seed=st.integers(0, 99))
-def test_every_kernel_equals_attention_computed_per_document(segments: torch.Tensor, heads: tuple[int, int], seed: int):
-    q, k, v = tensors(*segments.shape, *heads, seed)
-    expected = brute_force(q, k, v, segments)
-    for kernel in ("masked", "flex", "varlen"):
-        with (mock.patch("torch.nn.attention.varlen.varlen_attn", flash_by_documents), fresh_flash(), torch.no_grad(),
-              mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)):  # or seconds a shape
-            out = document_attention(q, k, v, document_mask(segments, kernel))
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, msg=lambda text, of=kernel: f"{of}: {text}")
+KERNELS = ("masked", "flex", "varlen", "causal")
+
+
+def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor, kernel: str,
+            window: int | None) -> torch.Tensor:
+    """Compute attention with a kernel on a CPU."""
+    uncompiled = mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # or seconds a shape
+    with varlen_on_cpu(), uncompiled:
+        return document_attention(q, k, v, document_mask(segments, kernel, documents=Documents.of(segments),
+                                                         window=window))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", ["masked", "flex"])
+@settings(max_examples=12, deadline=None)
+@given(segments=packed_rows(), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]), seed=st.integers(0, 99),
+       window=st.one_of(st.none(), st.integers(1, 26)))
 @torch.no_grad()
-def test_a_slice_of_the_queries_attends_to_keys_in_any_order(kernel: str):
+def test_every_kernel_equals_attention_computed_per_document(segments: torch.Tensor, heads: tuple[int, int], seed: int,
+                                                             window: int | None):
+    q, k, v = tensors(*segments.shape, *heads, seed)
+    expected = brute_force(q, k, v, segments, window)
+    for kernel in KERNELS if Documents.of(segments).whole_rows else KERNELS[:3]:
+        out = compute(q, k, v, segments, kernel, window)
+        real = segments >= 0 if kernel == "causal" else torch.ones_like(segments, dtype=torch.bool)
+        torch.testing.assert_close(out.transpose(1, 2)[real], expected.transpose(1, 2)[real], rtol=1e-4, atol=1e-5,
+                                   msg=lambda text, of=kernel: f"{of}: {text}")
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("kernel", ["masked", "varlen", "causal"])
+def test_gradients_equal_those_of_attention_computed_per_document(kernel: str, window: int | None):
+    """Grouped heads, empty documents at the end of the offsets, padding, and a window."""
+    whole = kernel == "causal"
+    segments = segments_of([16], [16], padding=3) if whole else segments_of([1, 4, 2, 2, 1, 6], [9, 7], padding=3)
+    offsets = Documents.of(segments).offsets.tolist()
+    assert whole or (len(offsets) == 11 and offsets[-2:] == [32, 32]), "a document without tokens"
+    leaves = [leaf.requires_grad_() for leaf in tensors(2, 16, 4, 2, 3)]
+    upstream = tensors(2, 16, 4, 2, 4)[0] * (segments >= 0)[:, None, :, None]  # padding has no loss
+    out = compute(*leaves, segments, kernel, window)
+    expected = brute_force(*leaves, segments, window)
+    found = torch.autograd.grad((out * upstream).sum(), leaves)
+    for ours, exact in zip(found, torch.autograd.grad((expected * upstream).sum(), leaves)):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "asked"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0)), (16, (-1, 0))])
+@torch.no_grad()
+def test_varlen_is_asked_for_a_causal_window(window: int | None, asked: tuple[int, int]):
+    segments = segments_of([5, 11], [16])
+    with varlen_on_cpu() as calls:
+        document_attention(*tensors(2, 16, 4, 2, 0), document_mask(segments, "varlen", window=window))
+    assert tuple(calls[0]["window_size"]) == asked
+    assert calls[0]["is_causal"] == (asked == (-1, 0))
+
+
+def test_a_window_has_a_token():
+    with pytest.raises(ValueError, match="at least 1"):
+        document_mask(segments_of([4]), window=0)
+
+
+def test_causal_attention_is_refused_for_packed_rows():
+    segments = segments_of([2, 2])
+    with pytest.raises(ValueError, match="a row has several"):
+        document_mask(segments, "causal", documents=Documents.of(segments))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("kernel", "window"), [("masked", None), ("flex", None), ("masked", 4), ("flex", 4)])
+@torch.no_grad()
+def test_a_slice_of_the_queries_attends_to_keys_in_any_order(kernel: str, window: int | None):
     """Queries are chunks of this context rank; keys come in the order of ranks."""
     segments = segments_of([5, 7, 4], [16], padding=2)
     q, k, v = tensors(2, 16, 4, 2, 0)
-    expected = brute_force(q, k, v, segments)
+    expected = brute_force(q, k, v, segments, window)
     mine = torch.tensor([2, 3, 12, 13])
     gathered = torch.tensor([0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9])
     mask = document_mask(segments[:, mine], kernel, places=mine, key_segments=segments[:, gathered],
-                         key_places=gathered)
+                         key_places=gathered, window=window)
     out = document_attention(q[:, :, mine], k[:, :, gathered], v[:, :, gathered], mask)
     torch.testing.assert_close(out, expected[:, :, mine], rtol=1e-4, atol=1e-5)
 
@@ -113,56 +148,72 @@ def test_bf16_attention_on_cpu_is_close_to_fp32():
     torch.testing.assert_close(out.float(), exact, rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize(("kernel", "device"), [("masked", "cpu"), ("flex", "cpu"), ("varlen", "meta")])
-@torch.no_grad()
-def test_a_block_compiles_in_one_piece_with_every_kernel(kernel: str, device: str):
-    """The real varlen operator runs on the meta device, which checks its arguments and shapes."""
+@pytest.mark.parametrize("kernel", ["masked", "flex", "varlen", "causal"])
+def test_a_block_compiles_once_with_every_kernel(kernel: str):
+    """Two micro-batches, the second with more and shorter documents, forward and backward: one graph, no break."""
     config = Llama(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=32)
-    with torch.device(device):
-        block, x = config.block(), torch.zeros(2, 16, 32)
-        rope = rope_table(torch.arange(16).expand(2, 16), 8, 1e4)
+    length = 160
+    block, rope = config.block(), rope_table(torch.arange(length).expand(2, length), 8, 1e4)
+    generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
-        parameter.fill_(0.1)
-    segments = segments_of([5, 11], [9, 7])
-    mask = document_mask(segments, kernel)
-    if mask.offsets is not None:
-        mask = dataclasses.replace(mask, offsets=mask.offsets.to(device))
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    packings = [segments_of([length], [length])] * 2 if kernel == "causal" else [
+        segments_of([5, 155], [90, 70]), segments_of([10] * 16, [80, 80])]
     torch._dynamo.reset()
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
-    assert compiled(x, rope, mask).shape == x.shape
-    if device == "cpu":
-        torch.testing.assert_close(compiled(x, rope, mask), block(x, rope, mask))
-
-
-def test_document_offsets_are_the_starts_of_documents():
-    segments = segments_of([3, 2, 3], [8], padding=1)
-    assert document_offsets(segments).tolist() == [0, 3, 5, 7, 8, 16]
-
-
-def test_the_chosen_kernel_fits_device_and_precision():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose_kernel("auto", cpu, torch.bfloat16) == "masked"
-    assert choose_kernel("auto", cuda, torch.bfloat16) == "varlen"
-    assert choose_kernel("auto", cuda, torch.float32) == "flex"
-    assert choose_kernel("auto", cuda, torch.bfloat16, whole=False) == "flex"
-    assert choose_kernel("flex", cpu, torch.float32) == "flex"
-    with pytest.raises(ConfigError, match="varlen attention needs CUDA"):
-        choose_kernel("varlen", cuda, torch.float32)
+    compilations = CompileCounterWithBackend("eager" if kernel == "flex" else "aot_eager")
+    compiled = torch.compile(block, backend=compilations, fullgraph=True)
+    choice = Choice(kernel, cudnn=kernel == "causal")
+    for segments in packings:
+        x = torch.randn(2, length, 32, generator=generator, requires_grad=kernel != "flex")
+        with varlen_on_cpu(), torch.set_grad_enabled(x.requires_grad):
+            mask = document_mask(segments, choice, documents=Documents.of(segments))
+            found, expected = compiled(x, rope, mask), block(x, rope, mask)
+            torch.testing.assert_close(found, expected)
+            if x.requires_grad:
+                gradients = [torch.autograd.grad(out.square().sum(), [x, block.attention.wk.weight])
+                             for out in (found, expected)]
+                torch.testing.assert_close(gradients[0], gradients[1])
+    assert kernel == "flex" or compilations.frame_count == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("kernel", "dtype"), [("flex", torch.bfloat16), ("flex", torch.float32),
                                                ("varlen", torch.bfloat16)])
-def test_gpu_kernels_equal_the_masked_kernel(kernel: str, dtype: torch.dtype):
-    segments = segments_of([100, 200, 84], [384], padding=20).cuda()
+def test_gpu_kernels_equal_the_masked_kernel(kernel: str, dtype: torch.dtype, window: int | None):
+    segments = segments_of([100, 200, 84], [1] * 9 + [375], padding=20).cuda()
+    assert_equal_to_masked(Choice(kernel), dtype, segments, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_causal_attention_on_a_gpu_equals_the_masked_kernel(cudnn: bool):
+    assert_equal_to_masked(Choice("causal", cudnn=cudnn), torch.bfloat16, segments_of([384], [384]).cuda(), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("head_width", [64, 128])
+def test_the_implementation_that_this_gpu_gets_equals_the_masked_kernel(head_width: int):
+    """FA3, FA4 or cuDNN where it is installed, and torch's own elsewhere."""
+    for segments in (segments_of([100, 200, 84], [384]).cuda(), segments_of([384], [384]).cuda()):
+        choice = choose("auto", Machine.of(segments.device), torch.bfloat16, head_width,
+                        whole_rows=Documents.of(segments).whole_rows)
+        assert_equal_to_masked(choice, torch.bfloat16, segments, None, head_width)
+
+
+def assert_equal_to_masked(kernel: Choice, dtype: torch.dtype, segments: torch.Tensor, window: int | None,
+                           head_width: int = 64) -> None:
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(2, heads, 384, 64, generator=generator).cuda().to(dtype).requires_grad_()
+    leaves = [torch.randn(2, heads, 384, head_width, generator=generator).cuda().to(dtype).requires_grad_()
               for heads in (4, 2, 2)]
-    upstream = torch.randn(2, 4, 384, 64, generator=generator).cuda().to(dtype)
+    upstream = torch.randn(2, 4, 384, head_width, generator=generator).cuda().to(dtype)
     found = []
-    for each in ("masked", kernel):
-        out = document_attention(*leaves, document_mask(segments, each))
+    for each in (Choice("masked"), kernel):
+        mask = document_mask(segments, each, documents=Documents.of(segments), window=window)
+        out = document_attention(*leaves, mask)
         found.append([out, *torch.autograd.grad(out, leaves, upstream)])
     for ours, exact in zip(found[1], found[0]):
         torch.testing.assert_close(ours, exact, rtol=0.02, atol=0.02)

@@ -7,8 +7,9 @@ import torch
 
 from tidewheel.inference.generate import generate
 from tidewheel.models.attention import document_attention, document_mask
-from tidewheel.models.decoder import IGNORED, Decoder, init_parameter, next_tokens
+from tidewheel.models.decoder import IGNORED, Decoder, next_tokens
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 
 VOCABULARY = 64
 CONFIG = Llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, init_std=0.2)

@@ -19,8 +19,9 @@ from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
 from tidewheel.models import families, huggingface
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.plan.layout import Job, Layout
 from tidewheel.plan.memory import kept_per_token
 from tidewheel.train.config import TrainConfig
@@ -65,9 +66,9 @@ def test_wrong_settings_are_refused_with_a_reason(values: dict[str, Any], said: 
 def test_an_incomplete_family_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str):
     monkeypatch.chdir(tmp_path)
     module = f"half_{missing}"
-    said = {"FEED_FORWARD": "FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)",
-            "block": "def block(self): return None"}
-    kept = "".join(f"    {line}\n" for name, line in said.items() if name != missing)
+    attributes = {"FEED_FORWARD": "FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)",
+                  "block": "def block(self): return None"}
+    kept = "".join(f"    {line}\n" for name, line in attributes.items() if name != missing)
     (tmp_path / f"{module}.py").write_text(f"import tidewheel as tw\n\n\nclass Half(tw.Model):\n{kept}")
     with pytest.raises(ConfigError, match=r"FEED_FORWARD = .* and a method block"):
         build(TrainConfig, {"model": {"kind": f"{module}:Half"}})
@@ -80,9 +81,9 @@ def test_an_error_in_a_block_is_reported_with_its_line(tmp_path: Path, monkeypat
         "    FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)\n"
         "    def block(self):\n        return self.no_such_width\n")
     made = build(TrainConfig, {"model": {"kind": "wrong_block:Wrong"}})
-    with pytest.raises(ConfigError, match="no_such_width") as told:
+    with pytest.raises(ConfigError, match="no_such_width") as refused:
         Decoder(made.model, 128)
-    assert str(told.value.where).endswith("wrong_block.py:7")
+    assert str(refused.value.where).endswith("wrong_block.py:7")
 
 
 def decoder(family: str, **settings: Any) -> tuple[Decoder, TrainConfig]:

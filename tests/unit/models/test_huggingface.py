@@ -139,10 +139,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path):
 
 def test_a_model_in_remote_storage_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs("llama").save_pretrained(tmp_path)
-    here = ours(tmp_path).state_dict()
+    own_state = ours(tmp_path).state_dict()
     monkeypatch.setattr(LocalStore, "local_path", lambda self, key: None)  # as of an object store
     for name, value in ours(tmp_path).state_dict().items():
-        assert torch.equal(value, here[name])
+        assert torch.equal(value, own_state[name])
 
 
 def test_padding_the_vocabulary_keeps_logits_and_bounds_the_probability_of_new_tokens(tmp_path: Path):

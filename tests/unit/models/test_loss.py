@@ -3,12 +3,25 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tidewheel.models import loss as loss_module
 from tidewheel.models.config import LossConfig
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
-from tidewheel.models.loss import IGNORED, WHOLE_BYTES, chunk_rows, cross_entropy, linear_cross_entropy
+from tidewheel.models.initial_values import init_parameter
+from tidewheel.models.loss import (
+    IGNORED,
+    WHOLE_BYTES,
+    add_product,
+    chunk_rows,
+    cross_entropy,
+    linear_cross_entropy,
+    sums_in_fp32,
+    token_gradients,
+)
 
 N, D, V = 37, 16, 50
 
@@ -131,6 +144,88 @@ def test_small_logits_stay_whole_and_chunks_are_even():
     assert chunk_rows(100, 50, 40) == 34, "three chunks, not two and a rest"
     assert WHOLE_BYTES < 32768 * 128_256 * 4
     assert chunk_rows(32768, 128_256, None) == 4096
+    assert chunk_rows(32768, 128_256, None, torch.device("cuda")) == 8192
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_compiled_gradients_have_the_same_bits_without_a_scatter(dtype: torch.dtype, z_loss: float):
+    """A scatter in compiled code writes its target to memory: an fp32 buffer of the size of the logits."""
+    graphs = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(token_gradients, backend=aot_autograd(fw_compiler=record), fullgraph=True)
+    x, weight, targets = inputs(dtype)
+    logits = (x @ weight.T).detach()
+    found, expected = compiled(logits, targets, z_loss), token_gradients(logits, targets, z_loss)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    (graph,) = graphs
+    assert "aten.exp" in graph.code
+    assert "scatter" not in graph.code
+
+
+@pytest.fixture
+def sums_on_cpu():
+    """The operator that CUDA has: fp32 matrix + 16-bit product, rounded once."""
+    calls = []
+
+    def addmm(self, mat1, mat2, out_dtype, *, beta=1, alpha=1, out):
+        assert out_dtype == self.dtype == out.dtype == torch.float32
+        assert (beta, alpha) == (1, 1)
+        calls.append(mat1.dtype)
+        return out.copy_(self.double() + mat1.double() @ mat2.double())
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    sums_in_fp32.cache_clear()
+    yield calls
+    library._destroy()
+    sums_in_fp32.cache_clear()
+
+
+def test_without_the_operator_chunks_are_rounded_to_16_bits():
+    sums_in_fp32.cache_clear()
+    assert not sums_in_fp32(torch.device("cpu"), torch.bfloat16)
+    total, a, b = torch.ones(3, 5), torch.randn(4, 3).bfloat16(), torch.randn(4, 5).bfloat16()
+    add_product(total, a, b)
+    assert torch.equal(total, 1 + (a.T @ b).float())
+
+
+def test_with_the_operator_the_weight_gradient_is_added_in_fp32(sums_on_cpu: list):
+    assert sums_in_fp32(torch.device("cpu"), torch.bfloat16)
+    x, weight, targets = inputs(torch.bfloat16)
+    weight = weight.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets, rows=4)
+    (found,) = torch.autograd.grad(loss, weight)
+    assert len(sums_on_cpu) == 1 + 10, "the trial, and one call for each chunk"
+    _, gradient = token_gradients(F.linear(x, weight.bfloat16()).detach(), targets, 0.0)
+    exact = gradient.double().T @ x.double()
+    assert ((found - exact).abs().max() / exact.abs().max()).item() < 1e-6
+    assert found.dtype == torch.float32
+
+
+def test_a_device_that_adds_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loss_module.torch, "addmm", lambda total, *_, **__: total)
+    sums_in_fp32.cache_clear()
+    assert not sums_in_fp32(torch.device("cpu"), torch.bfloat16)
+    sums_in_fp32.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_adds_16_bit_products_in_fp32():
+    device = torch.device("cuda")
+    assert sums_in_fp32(device, torch.bfloat16)
+    total, a, b = (torch.randn(shape, device=device) for shape in ((300, 64), (500, 300), (500, 64)))
+    expected = total.double() + a.bfloat16().double().T @ b.bfloat16().double()
+    add_product(total, a.bfloat16(), b.bfloat16())
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.gpu

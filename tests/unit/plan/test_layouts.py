@@ -78,11 +78,11 @@ def test_the_published_layout_is_listed(seventy: tuple[Job, ClusterConfig, Ranki
 
 def test_why_meshes_are_refused(seventy: tuple[Job, ClusterConfig, Ranking]):
     reasons = {each.what: (each.reason, each.nearest) for each in seventy[2].refused}
-    assert reasons["TP 16"] == ("parallel.tensor 16 would leave the node of 8 GPUs", "TP 8")
+    assert reasons["TP 16"] == ("parallel.tensor 16 would span several nodes of 8 GPUs", "TP 8")
     assert reasons["TP 1 x PP 1 x DP 256"][0] == (
         "256 data-parallel ranks do not divide batch.virtual_ranks 32; nearest that do: 32")
     assert "82 pieces of the model" in reasons["TP 1 x PP 128 x DP 2"][0]
-    assert "needs 90" in reasons["TP 1 x PP 8 x DP 32"][0]
+    assert "needs 86.6 GB" in reasons["TP 1 x PP 8 x DP 32"][0]
     assert reasons["TP 1 x PP 8 x DP 32"][1] == "TP 2 x PP 8"
 
 

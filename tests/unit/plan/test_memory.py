@@ -12,15 +12,18 @@ from tests.benchmarks.memory_table import MODELS, STAGES, measure
 from tests.benchmarks.pipeline_schedules import in_flight, timeline
 from tidewheel.config import build
 from tidewheel.models import loss
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.plan import layout as layout_module
 from tidewheel.plan import memory as memory_module
+from tidewheel.plan.activations import computed_again, kept_per_token
 from tidewheel.plan.layout import Job, Layout, shares
-from tidewheel.plan.memory import Memory, kept_per_token, memory
+from tidewheel.plan.memory import Memory, memory
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.memory import apply
 from tidewheel.train.memory.activations import ATTENTION, PRODUCTS
-from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.memory.config import Kind, MemoryConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.parallel import model as model_module
 from tidewheel.train.parallel.config import ParallelConfig
@@ -145,6 +148,40 @@ def test_kept_by_a_block(parameters: torch.dtype):
     assert saved_bytes(model, arguments) == planned
 
 
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["attention", "feed_forward"])
+def test_kept_when_a_part_of_a_block_is_recomputed(kind: Kind, parameters: torch.dtype):
+    model, made, arguments = block(parameters)
+    checkpointing = MemoryConfig(activation_checkpointing=kind)
+    apply(model, checkpointing)
+    planned = Layout(ParallelConfig(data="ddp"), checkpointing, 1, 1, 1)
+    normalised = 2 * 4 * 64
+    flattened = FLATTENED if kind == "feed_forward" else 0
+    assert saved_bytes(model, arguments) == kept_per_token(made, planned) + NORM + flattened + normalised
+
+
+@pytest.mark.parametrize(("memory", "expected"), [
+    ({"activation_checkpointing": "full"}, (1.0, 1.0, 1.0)),
+    ({"activation_checkpointing": "every_nth", "every": 2}, (2 / 3, 2 / 3, 2 / 3)),
+    ({"activation_checkpointing": "every_nth", "every": "sqrt"}, (2 / 3, 2 / 3, 2 / 3)),
+    ({"activation_checkpointing": "every_nth", "every": 1}, (0.0, 0.0, 0.0)),
+    ({"activation_checkpointing": "selective", "recompute_products": 0}, (0.0, 1.0, 0.0)),
+    ({"activation_checkpointing": "selective", "keep_products": ["wo", "ffn.w2"]}, (1 - (128 + 384) / 1664, 1.0, 0.0)),
+    ({"activation_checkpointing": "none"}, (0.0, 0.0, 0.0))])
+def test_the_share_that_is_computed_again(memory: dict[str, Any], expected: tuple[float, float, float]):
+    """Three blocks; the widths of the products are 4 x 128 in attention and 3 x 384 in the feed-forward."""
+    planned = Layout(ParallelConfig(data="ddp"), MemoryConfig.model_validate(memory), 1, 1, 1)
+    assert computed_again(job(SMALL, 128), planned) == pytest.approx(expected)
+
+
+def test_attention_and_the_feed_forward_are_less_than_the_block():
+    parts = [computed_again(job(SMALL, 128), layout(kept=kind)) for kind in ("attention", "feed_forward")]
+    products, elements, scores = (sum(share) for share in zip(*parts))
+    assert products == pytest.approx(1)
+    assert 0 < elements < 1, "the norms and residuals are in neither"
+    assert scores == 1
+
+
 class Recorded(TorchDispatchMode):
     """Bytes that matrix products and attention return, in the order in which they run."""
 
@@ -209,4 +246,4 @@ def test_offload_leaves_the_gpu_to_activations():
 def test_constants_of_modules_that_need_torch():
     assert layout_module.KEEP_PARAMETERS == model_module.KEEP_PARAMETERS
     assert memory_module.WHOLE_LOGITS_BYTES == loss.WHOLE_BYTES
-    assert memory_module.CHUNK_TOKENS == loss.CHUNK_TOKENS
+    assert memory_module.CHUNK_TOKENS == loss.GPU_CHUNK_TOKENS

@@ -81,7 +81,7 @@ def test_a_reason_has_one_colour_wherever_it_is(output: Store):
     of_one_reason = {stage["name"]: expected[next(iter(stage["dropped"]))] for stage in stages
                      if len(stage["dropped"]) == 1}
     for stage, colour in of_one_reason.items():
-        assert set(re.findall(rf'fill="([^"]*)"[^>]*><title>[\d,]+ taken by {stage}</title>', html)) == {colour}
+        assert set(re.findall(rf'fill="([^"]*)"[^>]*><title>[\d,]+ dropped by {stage}</title>', html)) == {colour}
 
 
 def test_colours_stay_when_other_reasons_come_and_go():

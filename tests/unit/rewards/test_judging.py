@@ -248,10 +248,10 @@ def test_own_code_in_a_process_gives_what_it_gives_here(own: str):
     batch = [tw.Sample("p", "a\u00e9\n", "r"), tw.Sample("", "long answer", "r"), tw.Sample("", "b")]
     reward = KIND.build(f"{own}:brief")
     with RewardProcess(reward) as process:
-        there = process.judge(batch)
-    here = reward.judge(batch)
-    assert str(there) == str(here)
-    assert there.failures == {2: tw.Failure("no reference")}
+        in_child = process.judge(batch)
+    in_process = reward.judge(batch)
+    assert str(in_child) == str(in_process)
+    assert in_child.failures == {2: tw.Failure("no reference")}
 
 
 def test_mistakes_of_own_code_are_told_from_the_process(own: str):

@@ -150,6 +150,6 @@ def test_a_reward_of_ones_own_has_limits_in_the_command(tmp_path: Path, monkeypa
     source = write(tmp_path / "a.jsonl", [{"answer": "three"}, {"answer": "loop"}])
     command = ["score", str(source), "--reward", f"{name}:long", "--seconds", "1", "--max-failed-fraction", "0.5"]
     assert run_command(command) == 0
-    said = capsys.readouterr().out
-    assert "mean 5.0000, 1 of 2 records scored" in said
-    assert "time_limit" in said
+    output = capsys.readouterr().out
+    assert "mean 5.0000, 1 of 2 records scored" in output
+    assert "time_limit" in output

@@ -82,9 +82,9 @@ def test_what_was_bad_before_the_first_read_is_found_soon(tmp_path: Path):
 
 
 def test_a_set_that_is_written_anew_reads_on(tmp_path: Path):
-    told: list[tuple[str, str]] = []
+    reports: list[tuple[str, str]] = []
     manifest = write_set(tmp_path)
-    shard_set = ShardSet.open(str(tmp_path), verify=True, on_damage=lambda where, what: told.append((where, what)))
+    shard_set = ShardSet.open(str(tmp_path), verify=True, on_damage=lambda where, what: reports.append((where, what)))
     before = shard_set.rows(*EVERYTHING)
     place = tmp_path / manifest.shards[0].name
     content = place.read_bytes()
@@ -92,18 +92,18 @@ def test_a_set_that_is_written_anew_reads_on(tmp_path: Path):
     place.write_bytes(content)
     os.utime(place, ns=(1, 1))
     assert np.array_equal(shard_set.rows(*EVERYTHING).tokens, before.tokens)
-    assert len(told) == 1
-    assert "changed while it was read" in told[0][1]
+    assert len(reports) == 1
+    assert "changed while it was read" in reports[0][1]
     shard_set.close()
 
 
 def test_a_damaged_copy_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The copy goes bad while it is mapped; the origin is fine: the reader gets what was written, and tells."""
-    far, cache, told = tmp_path / "far", tmp_path / "cache", []
+    far, cache, reports = tmp_path / "far", tmp_path / "cache", []
     manifest = write_set(far)
     monkeypatch.setattr(storage, "store", lambda uri: FarStore(uri))
     source = Source.single(str(far), manifest, 3)
-    reader = SourceReader(source, cache, verify=True, on_damage=lambda where, what: told.append((where, what)))
+    reader = SourceReader(source, cache, verify=True, on_damage=lambda where, what: reports.append((where, what)))
     loader = Loader(reader, prefetch=0)
     positions = np.arange(15)
     before = loader.batch(positions)
@@ -112,7 +112,7 @@ def test_a_damaged_copy_is_fetched_again(tmp_path: Path, monkeypatch: pytest.Mon
     after = loader.batch(positions)
     for name in ("tokens", "lengths", "segment_ids", "positions"):
         assert np.array_equal(getattr(after, name), getattr(before, name))
-    assert told
+    assert reports
     loader.settle()
     flip(far / manifest.shards[0].name)
     flip(cache / manifest.shards[0].name)

@@ -165,13 +165,13 @@ def test_each_row_once_in_each_epoch_of_its_domain(tmp_path):
     domains, shards, rows = source.locate(np.arange(900))
     _, visits = source.visits(np.arange(900))
     for number, domain in enumerate(source.domains):
-        here = domains == number
+        in_domain = domains == number
         total = domain.manifest.rows
-        for epoch in range(int(visits[here].max()) // total):
-            inside = here & (visits // total == epoch)
+        for epoch in range(int(visits[in_domain].max()) // total):
+            inside = in_domain & (visits // total == epoch)
             assert len(set(zip(shards[inside].tolist(), rows[inside].tolist()))) == total == np.count_nonzero(inside)
-        expected = source.orders[number].locate(np.arange(np.count_nonzero(here)))
-        assert [shards[here].tolist(), rows[here].tolist()] == [part.tolist() for part in expected]
+        expected = source.orders[number].locate(np.arange(np.count_nonzero(in_domain)))
+        assert [shards[in_domain].tolist(), rows[in_domain].tolist()] == [part.tolist() for part in expected]
 
 
 def test_phases_switch_at_their_token(tmp_path):

@@ -303,12 +303,12 @@ def test_remote_shards_are_copied_once_and_checked(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("links", [True, False])
 def test_readers_that_share_a_cache_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links):
     """Workers of one node: each finds the others' copies, or copies at the same time."""
-    far, cache, told = tmp_path / "far", tmp_path / "cache", []
+    far, cache, reports = tmp_path / "far", tmp_path / "cache", []
     manifest = write_set(far)
     monkeypatch.setattr(storage, "store", lambda uri: FarStore(uri))
     if not links:
         monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(OSError("no links here")))
-    sets = [ShardSet.open(str(far), cache, verify=True, on_damage=lambda *what: told.append(what)) for _ in range(3)]
+    sets = [ShardSet.open(str(far), cache, verify=True, on_damage=lambda *what: reports.append(what)) for _ in range(3)]
     read = [np.array([0, 1, 2]), np.array([0, 0, 0])]
     sets[0].rows(*read)
     sets[1].rows(*read)  # finds them there
@@ -320,7 +320,7 @@ def test_readers_that_share_a_cache_do_not_disturb_each_other(tmp_path: Path, mo
         one.rows(*read)
         one.settle()
         one.close()
-    assert told == []
+    assert reports == []
     assert sorted(path.name for path in cache.iterdir()) == sorted(shard.name for shard in manifest.shards)
 
 

@@ -60,11 +60,11 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "in").mkdir()
     (folder / "in/tokenizer.json").write_bytes(train_bpe(TEXTS, 400, SPECIAL))
     (folder / "in/chat.jinja").write_text(CHATML)
-    said = [[{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"answer {n} \x1b[5m"}]
-            for n in range(6)]
+    chats = [[{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"answer {n} \x1b[5m"}]
+             for n in range(6)]
     packed(folder, {"file": "tokenizer.json", "chat_template": "chat.jinja"}, {"validation_fraction": 0.0}, kind="chat",
-           metas=[json.dumps({"messages": each}) for each in said],
-           texts=["\n\n".join(message["content"] for message in each) for each in said])
+           metas=[json.dumps({"messages": each}) for each in chats],
+           texts=["\n\n".join(message["content"] for message in each) for each in chats])
     return str(folder / "out/shards")
 
 
@@ -147,9 +147,9 @@ def test_what_the_command_shows(plain: str, chat: str, capsys: pytest.CaptureFix
 
 
 def test_what_it_says_when_there_is_nothing_to_show(plain: str, chat: str, capsys: pytest.CaptureFixture[str]):
-    code, _, said = told(capsys, plain, "--source", "cats")
+    code, _, error_text = told(capsys, plain, "--source", "cats")
     assert code == 2
-    assert "'dogs', 'evil\\x1b[1m', 'foxes'" in said
+    assert "'dogs', 'evil\\x1b[1m', 'foxes'" in error_text
     assert told(capsys, plain, "--row", "999")[0] == 2
     assert told(capsys, plain, "--limit", "-1")[0] == 2
     assert "not known" in told(capsys, chat, "--source", "dogs")[2]

@@ -116,8 +116,8 @@ def test_policy(files, name, bos, eos):
 def test_decoding_sizes_and_the_way_through_a_manifest(files, name, tmp_path):
     made = encoder(files, name, vocabulary_multiple=64, eos_token=None, bos="document")
     tokens, offsets = made.encode(TEXTS)
-    told = [made.decode(tokens[first:last]) for first, last in itertools.pairwise(offsets)]
-    assert told == [text.strip() if name == "sentencepiece" else text for text in TEXTS]  # it strips what it is given
+    texts = [made.decode(tokens[first:last]) for first, last in itertools.pairwise(offsets)]
+    assert texts == [text.strip() if name == "sentencepiece" else text for text in TEXTS]  # it strips what it is given
     assert made.padded_size % 64 == 0
     assert 0 <= made.padded_size - made.vocabulary_size < 64
     again = pickle.loads(pickle.dumps(made))

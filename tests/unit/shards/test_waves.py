@@ -50,7 +50,7 @@ def test_what_is_there_is_read_as_if_all_were(waves: list[list[int]], seed: int,
     positions = np.arange(part.total)
     for ours, theirs in zip(part.locate(positions), everything.locate(positions)):
         assert np.array_equal(ours, theirs)
-    with pytest.raises(ValueError, match="present waves end"):
+    with pytest.raises(ValueError, match="waves so far end"):
         part.locate(np.array([part.total]))
 
 

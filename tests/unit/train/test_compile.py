@@ -9,8 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.checkpoint import checkpoint
 
-from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.decoder import Decoder, next_tokens
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.train.compile import compile_blocks, use_cache
 
 MODEL = Llama(dim=16, num_layers=2, num_heads=2, ffn_dim=32)

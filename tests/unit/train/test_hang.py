@@ -98,7 +98,7 @@ def test_a_stopped_rank_is_named():
                 assert float(seconds) < 2 * SECONDS + 3, "bounded"
                 says = {"sleep": r"rank 1 is still at step 5 \(data\); 2 ranks have waited 3 s at step 5 \(report\)",
                         "signal": r"rank 1 does not answer, last seen at step [45] .*; 2 ranks have waited 3 s",
-                        "store": "of rank 0, is stopped or gone"}[fault]
+                        "store": "of rank 0, which hosts the store, is stopped or gone"}[fault]
                 assert re.fullmatch(f".*{says}.*", text), text
                 assert ranks == ("[]" if fault == "store" else "[1]"), "every rank accuses the same ones"
     finally:

@@ -205,9 +205,9 @@ def test_the_parts_of_all_ranks_sum_to_their_lifetimes(run_store):
         timeline.close()
     records = jsonlog.read(run_store, KEY)
     for rank, timeline in enumerate(timelines):  # each rank's intervals cover its time without gaps
-        mine = sorted((record for record in records if record["rank"] == rank), key=lambda record: record["start"])
-        assert [record["start"] for record in mine] == [began, *(record["end"] for record in mine[:-1])]
-        assert mine[-1]["end"] == timeline._mark
+        of_rank = sorted((record for record in records if record["rank"] == rank), key=lambda record: record["start"])
+        assert [record["start"] for record in of_rank] == [began, *(record["end"] for record in of_rank[:-1])]
+        assert of_rank[-1]["end"] == timeline._mark
     summary = summarise(records, [])
     assert sum(summary.parts.values()) == pytest.approx(summary.worker_seconds, abs=1e-6)
     assert summary.worker_seconds == pytest.approx(4 * summary.wall_seconds)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.decoder import Decoder, next_tokens
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.train import precision
 from tidewheel.train.precision import LossScale
 

@@ -13,10 +13,12 @@ from tidewheel.data.filters.gopher_quality import GopherQuality
 from tidewheel.errors import ConfigError, InputError
 from tidewheel.parts import Kind
 from tidewheel.workflow import graph
-from tidewheel.workflow.kinds import KINDS, PipelineKind, Task
+from tidewheel.workflow.data_kinds import PipelineKind
+from tidewheel.workflow.kinds import KINDS
 from tidewheel.workflow.launch import RayLauncher
 from tidewheel.workflow.plan import rows
 from tidewheel.workflow.records import Records
+from tidewheel.workflow.step_kind import Task
 
 MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2}
 
@@ -167,8 +169,8 @@ def test_a_function_with_another_source_on_the_cluster_is_refused(tmp_path):
     for handed in (None, count_words):  # by its name in the entry, or by a pickle that only holds the name
         with pytest.raises(ConfigError) as refused:
             KINDS["function"].run(Task(submitted, str(tmp_path), "k", ".", {"run": "r"}, function=handed), print)
-        told = str(refused.value)
-        assert all(part in told for part in (entry["function"], entry["code"], "0123456789abcdef", "working_dir"))
+        message = str(refused.value)
+        assert all(part in message for part in (entry["function"], entry["code"], "0123456789abcdef", "working_dir"))
     assert not list(tmp_path.iterdir())
     scope: dict[str, object] = {"__name__": "flow"}
     exec("def made_elsewhere(output, least): return least", scope)  # pickled with its code

@@ -112,9 +112,9 @@ def test_training_reads_a_mixture():
 def test_overlap_needs_waves_and_changes_no_key(tmp_path):
     (tmp_path / "x.jsonl").write_text("{}")
     start = tw.Pipeline("a").read("x.jsonl").tokenize(train={"vocabulary_size": 300})
-    with pytest.raises(ConfigError, match="read in waves") as told:
+    with pytest.raises(ConfigError, match="read in waves") as refused:
         tw.Train({}, data=start.pack(), overlap=True)
-    assert "waves=8" in told.value.fix
+    assert "waves=8" in refused.value.fix
     with pytest.raises(ConfigError, match="read in waves"):
         tw.Train({}, data="s3://bucket/clean", overlap=True)
     keys = [[(node.key, node.place) for node in Workflow("w", tw.Train({}, data=start.pack(waves=4), overlap=overlap))

@@ -36,7 +36,7 @@ class MemoryTier:
 
     Args:
         agents: the agent of each rank's node, by rank.
-        mine: the agent of this node.
+        own_agent: the agent of this node.
         replicas: the agents that may hold replicas, in order of preference (see `replicas.replica_candidates`); empty:
             no replicas, so the loss of the node loses its snapshots.
         rank: this worker's.
@@ -49,10 +49,10 @@ class MemoryTier:
             ("replica_lost", detail) when another agent gets the replicas from now on ("copies_to"), or none ("").
     """
 
-    def __init__(self, agents: Mapping[int, Address], mine: Address, replicas: Sequence[Address], rank: int,
+    def __init__(self, agents: Mapping[int, Address], own_agent: Address, replicas: Sequence[Address], rank: int,
                  world_size: int, run_token: str, *, generation: int = 0, checkpoints: str = "",
                  on_event: OnEvent | None = None) -> None:
-        self.agents, self.mine, self.replicas = dict(agents), mine, tuple(replicas)
+        self.agents, self.mine, self.replicas = dict(agents), own_agent, tuple(replicas)
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._token, self._checkpoints, self._on_event = run_token, checkpoints, on_event
         self._connection: Connection | None = None

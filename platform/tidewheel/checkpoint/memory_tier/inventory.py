@@ -65,10 +65,9 @@ def inventory(agents: Iterable[Address], run_token: str, *, generation: int | No
     """Ask all agents at once what they hold; skip those that do not answer.
 
     Args:
-        agents: addresses; may hold one twice.
+        agents: addresses; duplicates are allowed.
         run_token: the run's secret.
-        generation: number of the generation that asks, from which on the agents refuse earlier epochs; None: nobody
-            who will write.
+        generation: number of the asking generation; the agents then refuse earlier epochs. None: for readers.
         seconds: time limit of an answer.
     """
     asked = sorted(set(agents))
@@ -100,13 +99,13 @@ def ask(agent: Address, token: str, message: dict[str, Any], *, seconds: float =
         return None
 
 
-def candidates(held: Inventory) -> list[Recoverable]:
+def candidates(holdings: Inventory) -> list[Recoverable]:
     """Return all complete steps, the newest first.
 
     A later generation comes before an earlier one, whatever their steps: it is what the run did last.
     """
     by_step: dict[tuple[int, int], dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
-    for copy in held.copies:
+    for copy in holdings.copies:
         by_step[copy.generation, copy.step][copy.rank].append(copy)
     complete = []
     for (generation, step), by_rank in sorted(by_step.items(), reverse=True):
@@ -114,10 +113,10 @@ def candidates(held: Inventory) -> list[Recoverable]:
         if set(by_rank) == set(range(world_size)):
             copies = tuple(tuple(sorted(by_rank[rank], key=lambda copy: copy.origin != "own"))
                            for rank in range(world_size))
-            complete.append(Recoverable(step, generation, world_size, copies, held.run_token))
+            complete.append(Recoverable(step, generation, world_size, copies, holdings.run_token))
     return complete
 
 
-def newest_complete(held: Inventory) -> Recoverable | None:
+def newest_complete(holdings: Inventory) -> Recoverable | None:
     """Return the newest complete step, or None when no step is complete."""
-    return next(iter(candidates(held)), None)
+    return next(iter(candidates(holdings)), None)

@@ -70,7 +70,7 @@ class OrphanUpload:
             return
         self._retry_at = now + self._seconds
         with self._lock:
-            self._limit = TimeLimit(what="the upload of what was left in memory")
+            self._limit = TimeLimit(what="the upload of the snapshots in memory")
         try:
             self._upload_if_elected(agent, self._limit)
         except (CheckpointError, OwnershipError, StorageError, OSError) as error:
@@ -85,37 +85,37 @@ class OrphanUpload:
             answer = ask(other, agent.token, {"op": "inventory"})
             if answer is not None and answer["uploads"]:
                 return
-        held = self._inventory(agent)
-        newest = newest_complete(held)
-        if held.workers or newest is None:
+        inventory = self._inventory(agent)
+        newest = newest_complete(inventory)
+        if inventory.workers or newest is None:
             return
-        fence = {"generation": held.generation}  # agents ignore these once a later generation has contacted them
-        self._tell_all(held, agent, {"op": "keep", "step": newest.step, "of": newest.generation, **fence})
+        fence = {"generation": inventory.generation}  # agents ignore these once a later generation has contacted them
+        self._tell_all(inventory, agent, {"op": "keep", "step": newest.step, "of": newest.generation, **fence})
         checkpoints = storage.store(self.checkpoints)
         if newest_committed(checkpoints) < (epoch_of(newest.generation), newest.step):
-            self._upload(agent, newest, held.generation, checkpoints, limit)
-        self._tell_all(held, agent, {"op": "release", **fence})
+            self._upload(agent, newest, inventory.generation, checkpoints, limit)
+        self._tell_all(inventory, agent, {"op": "release", **fence})
 
     def _upload(self, agent: Holder, newest: Recoverable, generation: int, checkpoints: storage.Store,
                 limit: TimeLimit) -> None:
         def check_nobody_is_back() -> None:
-            held = self._inventory(agent)
-            if held.workers or held.generation > generation:
+            inventory = self._inventory(agent)
+            if inventory.workers or inventory.generation > generation:
                 limit.end(WORKERS_ARE_BACK)
             limit.check()
 
         began = time.monotonic()
         manifest = bounded(
-            lambda: upload(newest, checkpoints, mine=agent.address, before_commit=check_nobody_is_back), limit)
+            lambda: upload(newest, checkpoints, own_agent=agent.address, before_commit=check_nobody_is_back), limit)
         self._event("commit", step=newest.step, bytes=manifest.total_bytes, files=len(manifest.files),
                     seconds=round(time.monotonic() - began, 3), by="memory agent")
 
     def _inventory(self, agent: Holder) -> Inventory:
         return inventory([*self.agents, agent.address], agent.token)
 
-    def _tell_all(self, held: Inventory, agent: Holder, message: dict[str, object]) -> None:
+    def _tell_all(self, inventory: Inventory, agent: Holder, message: dict[str, object]) -> None:
         """Send a message to every agent that is alive, this one last because the message may stop it."""
-        for other in sorted(held.alive, key=lambda other: other == agent.address):
+        for other in sorted(inventory.alive, key=lambda other: other == agent.address):
             ask(other, agent.token, message)
 
     def _event(self, kind: str, **detail: object) -> None:

@@ -30,12 +30,12 @@ class PartReader:
     Args:
         copies: at least one, in order of preference.
         token: the run's secret.
-        mine: the agent of this node, whose slots are mapped instead of sent; None: none is.
+        own_agent: the agent of this node, whose slots are mapped instead of sent; None: none is.
     """
 
-    def __init__(self, copies: Sequence[Copy], token: str, mine: Address | None) -> None:
-        self._copies, self._token, self._mine = list(copies), token, mine
-        self.near = copies[0].agent == mine
+    def __init__(self, copies: Sequence[Copy], token: str, own_agent: Address | None) -> None:
+        self._copies, self._token, self._mine = list(copies), token, own_agent
+        self.near = copies[0].agent == own_agent
         self.pieces: list[Piece] = []
         self.extra: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class PartReader:
 
     @contextlib.contextmanager
     def _connected(self, agent: Address) -> Iterator[Connection]:
-        """A connection for one exchange, kept for the next one if the exchange succeeds."""
+        """Yield a connection for one exchange, and keep it for the next one if the exchange succeeds."""
         with self._lock:
             idle = self._idle.setdefault(agent, [])
             connection = idle.pop() if idle else None

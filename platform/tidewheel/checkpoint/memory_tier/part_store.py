@@ -128,13 +128,13 @@ class PartStore:
 
         with self._lock:
             mapped = {slot.path for worker in self._workers for slot in worker.slots}
-            gone = [part.slot for part in self._parts.values() if matches(part.content.generation, part.content.rank)]
-            for slot in gone:
+            slots = [part.slot for part in self._parts.values() if matches(part.content.generation, part.content.rank)]
+            for slot in slots:
                 del self._parts[slot.path]
             for key in [key for key in self._replica_slots if matches(*key)]:
-                gone += [slot for slot in self._replica_slots.pop(key) if slot not in gone]
+                slots += [slot for slot in self._replica_slots.pop(key) if slot not in slots]
             # a worker may still write to a slot that it maps, so nobody else gets that slot
-            self._free += [slot for slot in gone if slot.path not in mapped]
+            self._free += [slot for slot in slots if slot.path not in mapped]
             self._trim_free()
 
     def keep_only(self, generation: int, step: int) -> None:

@@ -182,9 +182,9 @@ def connect(address: Address, token: str, *, seconds: float = CONNECT_SECONDS,
     try:
         connection.set_deadline(HELLO_SECONDS)
         theirs = str(connection.receive(HELLO_BYTES).get("nonce"))
-        mine = secrets.token_hex(16)
-        answer = connection.ask({"nonce": mine, "proof": _proof(token, "client", theirs, mine)})
-        if not _matches(answer.get("proof"), _proof(token, "agent", theirs, mine)):
+        own_nonce = secrets.token_hex(16)
+        answer = connection.ask({"nonce": own_nonce, "proof": _proof(token, "client", theirs, own_nonce)})
+        if not _matches(answer.get("proof"), _proof(token, "agent", theirs, own_nonce)):
             raise ConnectionError(f"{address.host}:{address.port} is not an agent of this run")
     except BaseException:
         connection.close()
@@ -202,13 +202,13 @@ def authenticate(sock: socket.socket, token: str) -> Connection:
     connection = Connection(sock)
     try:
         connection.set_deadline(HELLO_SECONDS)
-        mine = secrets.token_hex(16)
-        connection.send({"nonce": mine})
+        own_nonce = secrets.token_hex(16)
+        connection.send({"nonce": own_nonce})
         hello = connection.receive(HELLO_BYTES)
         theirs = str(hello.get("nonce"))
-        if not _matches(hello.get("proof"), _proof(token, "client", mine, theirs)):
+        if not _matches(hello.get("proof"), _proof(token, "client", own_nonce, theirs)):
             raise ConnectionError("the token is not that of this run")
-        connection.send({"proof": _proof(token, "agent", mine, theirs)})
+        connection.send({"proof": _proof(token, "agent", own_nonce, theirs)})
     except BaseException:
         connection.close()
         raise

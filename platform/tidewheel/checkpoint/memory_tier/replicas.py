@@ -17,9 +17,9 @@ RETRY_SECONDS = 5.0
 """Time before an agent that failed is asked again."""
 
 
-def replica_candidates(nodes: Sequence[Address], mine: Address,
+def replica_candidates(nodes: Sequence[Address], own_agent: Address,
                        domains: Mapping[Address, str] | None = None) -> tuple[Address, ...]:
-    """Return the agents that may hold replicas of `mine`, in order of preference.
+    """Return the agents that may hold replicas of `own_agent`, in order of preference.
 
     Nodes in other failure domains come first, then nodes on other hosts of its own domain, then those on its own host.
     Replicas are distributed evenly: unless one domain has more than half of the nodes, each node is the first choice
@@ -27,7 +27,7 @@ def replica_candidates(nodes: Sequence[Address], mine: Address,
 
     Args:
         nodes: the agents of the run.
-        mine: the agent whose replicas are placed.
+        own_agent: the agent whose replicas are placed.
         domains: the failure domain of each node that has a label for it.
     """
     labels = domains or {}
@@ -35,10 +35,10 @@ def replica_candidates(nodes: Sequence[Address], mine: Address,
     def domain(node: Address) -> tuple[str, str]:
         return ("label", labels[node]) if labels.get(node) else ("host", node.host)
 
-    everyone = {*nodes, mine}
+    everyone = {*nodes, own_agent}
     sizes = Counter(domain(node) for node in everyone)
     ordered = sorted(everyone, key=lambda node: (-sizes[domain(node)], domain(node), node))  # grouped by domain
-    position, largest = ordered.index(mine), sizes[domain(ordered[0])]
+    position, largest = ordered.index(own_agent), sizes[domain(ordered[0])]
     if 2 * largest <= len(ordered):
         start = position + largest  # past the end of its own domain, as no domain is larger
     elif position < largest:
@@ -46,8 +46,8 @@ def replica_candidates(nodes: Sequence[Address], mine: Address,
     else:
         start = position - largest  # nodes outside the largest domain use nodes inside it
     rotated = [ordered[(start + offset) % len(ordered)] for offset in range(len(ordered))]
-    others = [node for node in rotated if node != mine]
-    return tuple(sorted(others, key=lambda node: (domain(node) == domain(mine), node.host == mine.host)))
+    other_nodes = [node for node in rotated if node != own_agent]
+    return tuple(sorted(other_nodes, key=lambda node: (domain(node) == domain(own_agent), node.host == own_agent.host)))
 
 
 class ReplicaSender:

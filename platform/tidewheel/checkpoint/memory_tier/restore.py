@@ -62,7 +62,7 @@ class Request:
 
 
 def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any = None,
-         mine: Address | None = None) -> dict[str, Any]:
+         own_agent: Address | None = None) -> dict[str, Any]:
     """Fill the tensors of `state` in place, whatever layout wrote the step, and return its `extra`.
 
     Every byte is checked against its hash before it is used. When one copy of a part is damaged or lost, another is
@@ -72,7 +72,7 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
         recoverable: the step.
         state: nested dict of tensors.
         process_group: all ranks of it raise when one does; None: no collective, each rank's outcome is its own.
-        mine: the agent of this node.
+        own_agent: the agent of this node.
 
     Raises:
         CheckpointError: a part is damaged or gone in all copies, or the state does not fit. The tensors may have been
@@ -81,7 +81,7 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
     problem: CheckpointError | None = None
     extra: dict[str, Any] = {}
     try:
-        extra = _load(recoverable, state, mine)
+        extra = _load(recoverable, state, own_agent)
     except CheckpointError as error:
         problem = error
     if process_group is not None:
@@ -93,10 +93,10 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
     return extra
 
 
-def _load(recoverable: Recoverable, state: dict[str, Any], mine: Address | None) -> dict[str, Any]:
+def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | None) -> dict[str, Any]:
     flat = flatten(state)
     where = f"memory tier, step {recoverable.step}"
-    parts = [PartReader(_near(copies, mine), recoverable.run_token, mine) for copies in recoverable.copies]
+    parts = [PartReader(_near(copies, own_agent), recoverable.run_token, own_agent) for copies in recoverable.copies]
     with ThreadPoolExecutor(READERS, thread_name_prefix="memory tier") as pool:
         try:
             list(pool.map(PartReader.describe, parts))
@@ -114,8 +114,8 @@ def _load(recoverable: Recoverable, state: dict[str, Any], mine: Address | None)
     return parts[0].extra
 
 
-def _near(copies: Sequence[Copy], mine: Address | None) -> list[Copy]:
-    return sorted(copies, key=lambda copy: copy.agent != mine)
+def _near(copies: Sequence[Copy], own_agent: Address | None) -> list[Copy]:
+    return sorted(copies, key=lambda copy: copy.agent != own_agent)
 
 
 def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader],

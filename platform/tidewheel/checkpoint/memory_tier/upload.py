@@ -18,14 +18,14 @@ from tidewheel.commit_log import CommitLog
 from tidewheel.storage import CHUNK_BYTES, Stamp, Store
 
 
-def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = None,
+def upload(recoverable: Recoverable, store: Store, *, own_agent: Address | None = None,
            before_commit: Callable[[], None] = lambda: None) -> CheckpointManifest:
     """Write all parts in chunks, one part after the other, then the manifest.
 
     Args:
         recoverable: the step.
         store: the run's `checkpoints` folder.
-        mine: the agent of this node, whose slots are mapped instead of sent.
+        own_agent: the agent of this node, whose slots are mapped instead of sent.
         before_commit: called when everything but the manifest is written; if it raises, there is no manifest.
 
     Raises:
@@ -33,7 +33,7 @@ def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = Non
         StorageError: the store fails.
         OwnershipError: another driver has taken the run over.
     """
-    parts = [PartReader(sorted(copies, key=lambda copy: copy.agent != mine), recoverable.run_token, mine)
+    parts = [PartReader(sorted(copies, key=lambda copy: copy.agent != own_agent), recoverable.run_token, own_agent)
              for copies in recoverable.copies]
     try:
         return _upload(recoverable, store, parts, before_commit)

@@ -74,7 +74,7 @@ class WorkerSession:
 
         Raises:
             CheckpointError: there is not enough shared memory.
-            LookupError: a worker has fewer slots.
+            LookupError: the worker has no slot with this index.
         """
         if not 0 <= index < SLOTS_PER_WORKER:
             raise LookupError(f"there is no slot {index}")
@@ -130,7 +130,7 @@ class WorkerSession:
             content = slot.content()
             if content is not None and content.sequence > self._last_sequence:
                 completed.append((content.sequence, index))
-        with contextlib.suppress(CheckpointError):  # a newer epoch has begun: nobody wants them
+        with contextlib.suppress(CheckpointError):  # a newer epoch has begun, so they are obsolete
             for _, index in sorted(completed):
                 self.put(index)
         self._replicas.close()

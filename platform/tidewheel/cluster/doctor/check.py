@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """A finding; `fix`, the fix, is empty if there is nothing to fix."""
+    """A finding. `fix` is empty if there is nothing to fix."""
 
     name: str
     status: Literal["ok", "warning", "failure"]

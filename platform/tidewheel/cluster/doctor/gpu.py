@@ -32,8 +32,8 @@ def gpus() -> Iterator[Check]:
     kinds = Counter(row[0] for row in gpu_rows)
     detail = ", ".join(f"{count} x {name}" for name, count in kinds.items()) + f", driver {gpu_rows[0][1]}"
     if len(kinds) > 1:
-        yield Check("GPUs", "warning", f"{detail}: of different kinds", "the slowest sets the pace: give them to "
-                    "different groups of workers (labels)")
+        yield Check("GPUs", "warning", f"{detail}: of different kinds", "the slowest one limits the speed: put them "
+                    "into different node groups (labels)")
     else:
         yield Check("GPUs", "ok", f"{detail}, {gpu_rows[0][2]} MiB each")
     yield from _bad_gpus("GPU errors", gpu_rows, 4, lambda value: value > 0, "failure", "uncorrected memory errors",
@@ -104,6 +104,6 @@ def _smi(*arguments: str) -> tuple[list[str], str]:
         return [], f"nvidia-smi: {error}"[:200]
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"code {done.returncode}").splitlines()[0]
-        return [], f"nvidia-smi: {said}"[:200]
+        message = (done.stderr.strip() or done.stdout.strip() or f"code {done.returncode}").splitlines()[0]
+        return [], f"nvidia-smi: {message}"[:200]
     return lines, ""

@@ -24,7 +24,7 @@ def cpus() -> Check:
     quota = _cgroup_cpus()
     detail = f"{usable} usable" + (f", a quota of {quota:.1f}" if quota and quota < usable else "")
     if min(usable, quota or usable) < 2:
-        return Check("cpus", "warning", detail, "the demo needs two to run at full speed")
+        return Check("cpus", "warning", detail, "the demo needs two CPUs to run at full speed")
     return Check("cpus", "ok", detail)
 
 

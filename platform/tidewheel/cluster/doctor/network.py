@@ -27,7 +27,7 @@ def loopback() -> Check:
             client.connect(server.getsockname())
     except OSError as error:
         return Check("loopback", "failure", f"cannot open a port on 127.0.0.1 ({error.strerror})",
-                     "allow loopback connections: Ray's processes talk over them")
+                     "allow loopback connections: Ray's processes use them")
     return Check("loopback", "ok", "ports can be opened on 127.0.0.1")
 
 
@@ -37,7 +37,7 @@ def proxy() -> Iterator[Check]:
     if names:
         spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
         if not {"127.0.0.1", "localhost", "*"} & {part.strip() for part in spared.split(",")}:
-            yield Check("proxy", "warning", f"{names[0]} is set and NO_PROXY does not spare this machine",
+            yield Check("proxy", "warning", f"{names[0]} is set, and NO_PROXY does not exclude this machine",
                         "export NO_PROXY=127.0.0.1,localhost")
 
 
@@ -47,7 +47,7 @@ def ray_address() -> Iterator[Check]:
     if not address or address == "local":
         yield Check("RAY_ADDRESS", "ok", "not set: a private cluster is started when one is needed")
     elif address == "auto":
-        yield Check("RAY_ADDRESS", "ok", "auto: joins the cluster that runs on this machine")
+        yield Check("RAY_ADDRESS", "ok", "auto: commands join the cluster that runs on this machine")
     elif _answers(address):
         yield Check("RAY_ADDRESS", "ok", f"{address} answers: commands run on that cluster")
     else:
@@ -99,9 +99,9 @@ def token() -> Check:
         return Check("Ray token", "failure", "RAY_AUTH_MODE is token, but there is none",
                      "export RAY_AUTH_TOKEN_PATH=FILE with the cluster's token, or `ray get-auth-token --generate`")
     if isinstance(source, Path) and source.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        return Check("Ray token", "warning", f"others may read {source}", f"chmod 600 {source}")
+        return Check("Ray token", "warning", f"other users can read {source}", f"chmod 600 {source}")
     if mode.lower() != "token" and address and address != "auto" and not _is_local(address):
-        return Check("Ray token", "warning", f"{address} asks for none: anyone who reaches it can run anything there",
+        return Check("Ray token", "warning", f"{address} requires none: anyone who can reach it can run any code there",
                      "start the cluster with RAY_AUTH_MODE=token, and set it here too")
     shown = f"from {source}" if source else "none"
     return Check("Ray token", "ok", f"mode {mode or 'not set'}, token {shown}")

@@ -107,10 +107,10 @@ def _answer_one(server: socket.socket, token: bytes) -> None:
 
 
 class Asking(Protocol):
-    """Way to reach the examiners."""
+    """A function that asks the examiners of all nodes."""
 
     def __call__(self, questions: Mapping[str, Question]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ask all questions at once; return the answers by name, and for the others why there is none."""
+        """Ask all questions at once; return the answers by name, and the reason for each missing answer."""
 
 
 def examine(names: Sequence[str], ask: Asking, storage: str | None = None) -> list[Node]:
@@ -118,7 +118,7 @@ def examine(names: Sequence[str], ask: Asking, storage: str | None = None) -> li
 
     Args:
         names: names of the nodes.
-        ask: way to reach their examiners.
+        ask: asks their examiners.
         storage: URI that each node tries; None to leave storage out.
     """
     versions, silent = ask({name: Question("versions") for name in names})
@@ -127,7 +127,7 @@ def examine(names: Sequence[str], ask: Asking, storage: str | None = None) -> li
     between = connections(alive, ask)
     findings, lost = ask({name: Question("examine", (storage,)) for name in alive})
     nodes = [Node(name, tuple(checks)) for name, checks in findings.items()]
-    nodes += [Node(name, (Check("node", "failure", why, "see its raylet's log; tidewheel must be installed there, or "
+    nodes += [Node(name, (Check("node", "failure", why, "see its raylet's log; Tidewheel must be installed there, or "
                                 "be in the runtime environment"),)) for name, why in {**silent, **lost}.items()]
     return [*sorted(nodes, key=lambda node: node.name),
             Node("all nodes", (*same_versions(versions), clock_check(skew), between))]
@@ -142,8 +142,8 @@ def diagnose_cluster(storage: str | None = None) -> list[Node]:
     examiner: Any = ray.remote(Examiner)
     actors = {}
     for address, node_id in rows:
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        made = examiner.options(num_cpus=0, max_concurrency=2, scheduling_strategy=there)
+        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        made = examiner.options(num_cpus=0, max_concurrency=2, scheduling_strategy=on_node)
         actors[f"{address} {node_id[:8]}"] = made.remote(address)
 
     def ask(questions: Mapping[str, Question]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -229,10 +229,10 @@ def connections(names: Sequence[str], ask: Asking) -> Check:
     if len(names) < 2:
         return Check("between nodes", "ok", "one node")
     token = secrets.token_hex(16)
-    places, silent = ask({name: Question("listen", (token,)) for name in names})
+    listeners, silent = ask({name: Question("listen", (token,)) for name in names})
     pairs = [(name, names[(at + 1) % len(names)]) for at, name in enumerate(names)]
-    tried, lost = ask({f"{one} to {other}": Question("reach", (*places[other], token), to=one)
-                       for one, other in pairs if other in places})
+    tried, lost = ask({f"{one} to {other}": Question("reach", (*listeners[other], token), to=one)
+                       for one, other in pairs if other in listeners})
     problems = {**silent, **lost, **{pair: why for pair, why in tried.items() if why}}
     if problems:
         return Check("between nodes", "failure", "; ".join(f"{pair}: {why}" for pair, why in problems.items())[:600],

@@ -89,8 +89,8 @@ def _version(package: str) -> str | None:
 
 def start(code: str) -> subprocess.Popen[str]:
     """Start a Python process that runs `code`, with this package on its path."""
-    here = str(Path(__file__).parents[2])
-    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    package_root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env={**os.environ, "PYTHONPATH": path})
 
@@ -106,8 +106,8 @@ def _answer(probe: subprocess.Popen[str]) -> tuple[dict, str]:
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if probe.returncode == 0 and lines:
         return json.loads(lines[-1]), ""
-    said = [line for line in err.splitlines() if line.strip()]
-    return {}, said[-1].strip()[:200] if said else f"the import ended with signal or code {probe.returncode}"
+    messages = [line for line in err.splitlines() if line.strip()]
+    return {}, messages[-1].strip()[:200] if messages else f"the import ended with signal or code {probe.returncode}"
 
 
 def kernels() -> Check:
@@ -121,7 +121,7 @@ def kernels() -> Check:
     if level is None:
         return Check("text kernels", "warning", "none in the package for this processor: the first pipeline on each "
                      "machine compiles them, a minute or two",
-                     "on machines that do not last, let XDG_CACHE_HOME name a folder that does, of mode 0700")
+                     "on short-lived machines, set XDG_CACHE_HOME to a lasting folder with mode 0700")
     return Check("text kernels", "ok", f"compiled for {level}")
 
 

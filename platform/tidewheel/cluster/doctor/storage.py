@@ -21,7 +21,7 @@ SKEW_WARNING, SKEW_FAILURE = 60.0, 840.0
 """Seconds. Stores refuse requests whose signature is 15 minutes off (RequestTimeTooSkewed)."""
 STAMP_SECONDS = 1.0
 """Resolution of the time that a store gives an object."""
-FIX = "check the URI, the environment's credentials and the store's own health"
+FIX = "check the URI, the credentials in the environment, and the store"
 
 
 @dataclass
@@ -72,7 +72,7 @@ def storage(uri: str) -> list[Check]:
     probe = _Probe(uri, root, f".tidewheel-doctor-{uuid.uuid4().hex}")
     try:
         if probe.attempt("put", lambda: _put(probe), FIX):
-            probe.attempt("list", lambda: _list(probe), "use a store whose listing shows at once what was written")
+            probe.attempt("list", lambda: _list(probe), "use a store that lists an object as soon as it is written")
             probe.attempt("conditional put", lambda: _conditional(probe), "two drivers of one workflow could run the "
                           "same step: start one only, or use a store with If-None-Match", "warning")
             probe.attempt("multipart" if is_remote(uri) else "write", lambda: _large(probe),
@@ -109,7 +109,7 @@ def _conditional(probe: _Probe) -> tuple[bool, str]:
     first, second = (probe.store.create(probe.key("once"), data) for data in (b"first", b"second"))
     if first and not second and probe.store.read(probe.key("once")) == b"first":
         return True, "the second writer of a key is refused"
-    return False, "the second writer of a key is let through: the store ignores If-None-Match"
+    return False, "the second writer of a key succeeds: the store ignores If-None-Match"
 
 
 def _large(probe: _Probe) -> tuple[bool, str]:

@@ -146,14 +146,14 @@ def _matches(index: EvalIndex, texts: text.Texts, rules: Rules) -> Iterator[tupl
         start, stop = words.starts[base + begin], words.ends[base + end - 1]
         order = np.lexsort((-stop, start, -score, item, document))
         last: tuple[int, int, int] | None = None
-        chosen = []
+        kept_matches = []
         for row in order.tolist():  # keep the best of overlapping readings of an item
             if last is not None and last[:2] == (document[row], item[row]) and start[row] < last[2]:
                 continue
             last = (document[row], item[row], stop[row])
-            chosen.append((int(document[row]) + first, int(item[row]), int(start[row]), int(stop[row]),
-                           min(float(score[row]), 1.0), str(index.formulas[reading[row]])))
-        yield from sorted(chosen, key=lambda match: (match[0], match[2], match[1]))
+            kept_matches.append((int(document[row]) + first, int(item[row]), int(start[row]), int(stop[row]),
+                                 min(float(score[row]), 1.0), str(index.formulas[reading[row]])))
+        yield from sorted(kept_matches, key=lambda match: (match[0], match[2], match[1]))
 
 
 def _tables(index: EvalIndex, *names: str) -> tuple[np.ndarray, ...]:

@@ -18,11 +18,11 @@ def primary(matches: Sequence[Match]) -> list[Match]:
 
     Items made from one template all match at the same position, and only the best of them is likely to be there.
     """
-    chosen: list[Match] = []
+    primaries: list[Match] = []
     for match in sorted(matches, key=lambda match: (-match.score, match.benchmark, match.item, match.start)):
-        if all(match.end <= other.start or match.start >= other.end for other in chosen):
-            chosen.append(match)
-    return chosen
+        if all(match.end <= other.start or match.start >= other.end for other in primaries):
+            primaries.append(match)
+    return primaries
 
 
 def cut(index: EvalIndex, text: str, matches: Sequence[Match], rules: Rules) -> str:

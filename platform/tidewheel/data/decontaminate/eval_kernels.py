@@ -1,8 +1,6 @@
-"""Compiled search for evaluation items in the words of documents: seeds first, an alignment where there are enough.
+"""Compiled search for evaluation items in the words of documents: first seeds, then an alignment around enough of them.
 
-Nopython, without the GIL, cached on disk, tables as arguments. Only functions of this file are called: numba's cache
-does not notice a change in another one (`kernel_tools.compiled` does).
-What the tables hold is written in `eval_index`.
+The kernels run in nopython mode without the GIL and take tables as arguments, which `eval_index` describes.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ import numpy as np
 
 from tidewheel.data.text.kernel_tools import compiled
 
-QUESTION, ANSWER, FORMULA = 0, 1, 2  # what a reading is of; a formula has next to no words with letters
+QUESTION, ANSWER, FORMULA = 0, 1, 2  # kinds of readings; a formula has hardly any words with letters
 SEED_LENGTHS = (2, 3, 5)  # words of the n-grams that `find` looks up
-LONG = 24  # an item with as many words is aligned when its 5-grams cover `LONG_COVERED` words close together
+LONG = 24  # an item with at least this many words is aligned if its 5-grams cover `LONG_COVERED` nearby words
 LONG_COVERED = 8
-_SLACK = 6  # words that an item may have gained or lost around a seed, beside a twelfth of its length
+_SLACK = 6  # an item may gain or lose this many words around a seed, plus a twelfth of its length
 _MATCH, _GAP = 2, 1  # alignment: gain of an equal word, cost of a changed, lost or gained one
 _POLYNOMIAL = np.uint64(0xD6E8FEB86659FD93)
 _FMIX_1, _FMIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
@@ -26,7 +24,7 @@ _ONE, _LOW32 = np.uint64(1), np.uint64(0xFFFFFFFF)
 
 @numba.njit(nogil=True)
 def _mixed(h):
-    """Hash of an n-gram from its polynomial; never 0, which marks a free slot."""
+    """Return the hash of an n-gram from its polynomial; never 0, which marks a free slot."""
     h = (h ^ (h >> _S33)) * _FMIX_1
     h = (h ^ (h >> _S33)) * _FMIX_2
     h = h ^ (h >> _S33)
@@ -35,7 +33,7 @@ def _mixed(h):
 
 @compiled
 def gram_keys(words, starts, length, out):
-    """Keys uint64 [n] of the n-grams of `length` words at `starts` int64 [n]."""
+    """Compute the keys uint64 [n] of the n-grams of `length` words at `starts` int64 [n]."""
     for i in range(len(starts)):
         h = np.uint64(length)
         for j in range(starts[i], starts[i] + length):
@@ -57,13 +55,13 @@ def insert(keys, table, grams):
 
 @numba.njit(nogil=True)
 def _has(bits, key):
-    place = key & np.uint64(len(bits) * 64 - 1)
-    return (bits[place >> _S6] >> (place & _S63)) & _ONE != 0
+    bit = key & np.uint64(len(bits) * 64 - 1)
+    return (bits[bit >> _S6] >> (bit & _S63)) & _ONE != 0
 
 
 @numba.njit(nogil=True)
 def _gram(table, grams, key):
-    """Index of a key, -1 when it is not in the table."""
+    """Return the index of a key; -1 if it is not in the table."""
     mask = np.uint64(len(table) - 1)
     slot = (key >> _S20) & mask
     while table[slot] != 0:
@@ -75,23 +73,24 @@ def _gram(table, grams, key):
 
 @numba.njit(nogil=True)
 def _enough_words(words, low, high, signature, needed):
-    """False when fewer than `needed` words of [low, high) can be in the item with this 128-bit set of words."""
-    found = np.int64(0)
+    """Return whether at least `needed` words of [low, high) may be in the item with this 128-bit set of words."""
+    count = np.int64(0)
     for i in range(low, high):
         bit = words[i] & np.uint64(127)
-        found += np.int64((signature[bit >> _S6] >> (bit & _S63)) & _ONE)
-        if found >= needed:
+        count += np.int64((signature[bit >> _S6] >> (bit & _S63)) & _ONE)
+        if count >= needed:
             return True
     return False
 
 
 @numba.njit(nogil=True)
 def _align(words, low, high, item, weights, origin, band, rows, gains, best):
-    """Best local alignment of item words uint32 [L] with document words [low, high), near the diagonal.
+    """Find the best local alignment of item words uint32 [L] with document words [low, high), near the diagonal.
 
-    origin: the document's word that stands opposite the item's first; band: how far both may drift apart.
+    origin: the document's word opposite the item's first word; band: how far the two may drift apart.
     rows int32 [2, 5, 2 * band + 2]: scratch; gains float64 [2, 2 * band + 2]: scratch.
-    best int64 [5]: equal words, first and end in the document, first and end in the item. Returns their weight.
+    Fills best int64 [5]: number of equal words, first and end in the document, first and end in the item. Returns the
+    weight of the equal words.
     """
     width = 2 * band + 1
     rows[:, 0, : width + 1] = 0
@@ -101,7 +100,7 @@ def _align(words, low, high, item, weights, origin, band, rows, gains, best):
     for j in range(len(item)):
         new, old = j & 1, (j & 1) ^ 1
         target, gain = item[j], weights[j]
-        left = 0  # score of the cell before in this row
+        left = 0  # score of the previous cell of this row
         for k in range(width):
             i = origin + j + k - band
             if i < low or i >= high:
@@ -117,12 +116,12 @@ def _align(words, low, high, item, weights, origin, band, rows, gains, best):
                 score = step
                 if score > 0:
                     if diagonal > 0:
-                        count, first, place = rows[old, 1, k], rows[old, 2, k], rows[old, 3, k]
+                        count, first, first_item = rows[old, 1, k], rows[old, 2, k], rows[old, 3, k]
                         total = gains[old, k]
                     else:
-                        count, first, place, total = 0, i, j, 0.0
+                        count, first, first_item, total = 0, i, j, 0.0
                     rows[new, 1, k] = count + equal
-                    rows[new, 2, k], rows[new, 3, k] = first, place
+                    rows[new, 2, k], rows[new, 3, k] = first, first_item
                     gains[new, k] = total + gain * equal
             elif above >= beside:
                 score = above
@@ -147,7 +146,7 @@ def _align(words, low, high, item, weights, origin, band, rows, gains, best):
 
 @numba.njit(nogil=True)
 def _accepted(best, weight, length, total, bits, spelled, kind, limits):
-    """Whether an alignment is a match; the rules are written in `decontaminate`."""
+    """Return whether an alignment is a match; `decontaminate` documents the rules."""
     equal, span = best[0], best[2] - best[1]
     if kind == FORMULA:
         return equal == length and span == length
@@ -168,10 +167,10 @@ def _accepted(best, weight, length, total, bits, spelled, kind, limits):
 
 @compiled
 def seed_hits(words, offsets, tables, hits):
-    """N-grams of documents that are seeds: hits int64 [3, room] (document, first word, n-gram), in order of words.
+    """Find seeds in documents. Fills hits int64 [3, room] with (document, first word, n-gram), in order of words.
 
-    tables: (known, pairs, filter_2, filter_3, filter_5, keys, grams) of `EvalIndex`. Returns how many there are, also
-    beyond the room.
+    tables: (known, pairs, filter_2, filter_3, filter_5, keys, grams) of `EvalIndex`. Returns the number of seeds, which
+    may exceed `room`.
     """
     known, pairs, filter_2, filter_3, filter_5, table, grams = tables
     room = hits.shape[1]
@@ -179,7 +178,7 @@ def seed_hits(words, offsets, tables, hits):
     two, three, five = np.uint64(2), np.uint64(3), np.uint64(5)
     for document in range(len(offsets) - 1):
         low, high = offsets[document], offsets[document + 1]
-        run = 0  # 2-grams in a row that occur in any item
+        run = 0  # number of consecutive 2-grams that occur in any item
         for last in range(low, high):
             if not _has(known, words[last]):
                 run = -1
@@ -227,13 +226,13 @@ def seed_hits(words, offsets, tables, hits):
 
 @compiled
 def find(words, offsets, seeds, postings, readings, limits, hits, scores):
-    """Matches of documents with items, all of them: a document may have several, an item several readings.
+    """Find all matches of documents with items. A document may have several matches, and an item several readings.
 
     words uint64 [w], offsets int64 [n+1]: the documents. seeds int64 [3, s]: from `seed_hits`. postings:
     (gram_length, post_offsets, post_reading, post_place) and readings: (words, weights, totals, bits, spelled, offsets,
-    kind, signatures) of `EvalIndex`. limits float64: see `decontaminate.Rules`. Fills hits int64 [4,
-    room] (document, reading, first and end word in the document) and scores float64 [room]; returns their number,
-    also beyond the room.
+    kind, signatures) of `EvalIndex`. limits float64: see `decontaminate.Rules`. Fills hits int64 [4, room] with
+    (document, reading, first and end word in the document), and scores float64 [room]. Returns the number of matches,
+    which may exceed `room`.
     """
     gram_length, post_offsets, post_reading, post_place = postings
     item_words, item_weights, item_totals, item_bits, item_spelled, item_offsets, item_kind, signatures = readings
@@ -246,25 +245,25 @@ def find(words, offsets, seeds, postings, readings, limits, hits, scores):
     most = 2 * (_SLACK + longest // 12) + 3
     rows, gains = np.zeros((2, 5, most), np.int32), np.zeros((2, most), np.float64)
     best = np.zeros(5, np.int64)
-    # by reading: the document last seen; no alignment before this word; the last seed's word, drift and cover
-    seen, until = np.full(count_readings, -1, np.int64), np.zeros(count_readings, np.int64)
+    # for each reading: the last document; the first word at which to align it; the last seed's word, drift and cover
+    last_document, until = np.full(count_readings, -1, np.int64), np.zeros(count_readings, np.int64)
     last, drift, cover = np.zeros((3, count_readings), np.int64)
     for seed in range(seeds.shape[1]):
         document, first, gram = seeds[0, seed], seeds[1, seed], seeds[2, seed]
         low, high = offsets[document], offsets[document + 1]
         length = np.int64(gram_length[gram])
         for post in range(post_offsets[gram], post_offsets[gram + 1]):
-            reading, place = np.int64(post_reading[post]), np.int64(post_place[post])
+            reading, word = np.int64(post_reading[post]), np.int64(post_place[post])
             base = item_offsets[reading]
             size = item_offsets[reading + 1] - base
-            origin = first - place
-            if seen[reading] != document:
-                seen[reading], until[reading], cover[reading] = document, low, 0
+            origin = first - word
+            if last_document[reading] != document:
+                last_document[reading], until[reading], cover[reading] = document, low, 0
                 last[reading], drift[reading] = first, origin
             if first < until[reading]:
                 continue
             slack = _SLACK + size // 12
-            least = limits[8] if size >= limits[10] else limits[4]  # of the item's words, for any match
+            least = limits[8] if size >= limits[10] else limits[4]  # least share of the item's words in any match
             needed = max(min(np.int64(limits[3]), size), np.int64(np.ceil(least * size)))
             if size >= LONG:
                 near = abs(origin - drift[reading]) <= slack and cover[reading] > 0

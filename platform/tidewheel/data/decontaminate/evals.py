@@ -103,23 +103,23 @@ def _read(store: storage.Store, name: str) -> list[EvalItem]:
         raise InputError(f"cannot be read as UTF-8 text ({error})", where=store.at(name),
                          fix="give UTF-8 JSONL, plain or compressed with gzip") from None
     stem = name.rpartition("/")[2].partition(".")[0]
-    return [_item(line, stem, number, store.at(name)) for number, line in enumerate(lines, 1) if line.strip()]
+    return [_item(line, stem, line_number, store.at(name)) for line_number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _item(line: str, stem: str, number: int, where: str) -> EvalItem:
+def _item(line: str, stem: str, line_number: int, where: str) -> EvalItem:
     try:
         values: Any = json.loads(line)
     except ValueError as error:
-        raise InputError(f"not valid JSON ({error})", where=f"{where}:{number}",
+        raise InputError(f"not valid JSON ({error})", where=f"{where}:{line_number}",
                          fix="give one JSON object on each line") from None
     content = _first(values, TEXT_FIELDS) if isinstance(values, dict) else ""
     if not content:
-        raise InputError("an evaluation item has no text", where=f"{where}:{number}",
+        raise InputError("an evaluation item has no text", where=f"{where}:{line_number}",
                          fix=f"give each item one of the fields {', '.join(TEXT_FIELDS)}")
     name = next((str(values[key]) for key in NAME_FIELDS if values.get(key)), stem)
     context = _first(values, CONTEXT_FIELDS)
     identity = values.get("id")
-    return EvalItem(name, str(number if identity is None else identity),
+    return EvalItem(name, str(line_number if identity is None else identity),
                     f"{context}\n{content}" if context else content, _answer(values))
 
 

@@ -221,10 +221,10 @@ def _group_heads(columns: list[np.ndarray]) -> np.ndarray:
 
 @compiled
 def _decide(starts, worse, scores, survivor, score):
-    """Topological pass: edges of node a are worse[starts[a]:starts[a+1]]. Nodes are numbered in id order.
+    """Decide nodes in topological order: edges of node a are worse[starts[a]:starts[a+1]], nodes are in id order.
 
-    Fills in survivor [n] int64 (-1 = kept, the rest is dropped) and score [n]. Returns how many nodes were decided
-    (fewer than n: a cycle).
+    Fills survivor [n] int64 (-1: kept, otherwise dropped) and score [n]. Returns the number of decided nodes, which is
+    less than n if there is a cycle.
     """
     count = len(starts) - 1
     waiting = np.zeros(count, np.int64)

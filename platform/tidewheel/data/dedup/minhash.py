@@ -69,7 +69,7 @@ def minhash(texts: text.Texts, *, ngram: int = 5, num_permutations: int = 112, s
     return MinHashResult(signatures, shingles)
 
 
-def sign(words: np.ndarray, offsets: np.ndarray, ngram: int, chosen: tuple[np.ndarray, np.ndarray],
+def sign(words: np.ndarray, offsets: np.ndarray, ngram: int, coefficients: tuple[np.ndarray, np.ndarray],
          signatures: np.ndarray, shingles: np.ndarray) -> None:
     """Compute signatures from word hashes (`text.Words`), in place.
 
@@ -77,11 +77,11 @@ def sign(words: np.ndarray, offsets: np.ndarray, ngram: int, chosen: tuple[np.nd
         words: uint64 [w].
         offsets: document d has the words [offsets[d], offsets[d + 1]), int64 [n + 1].
         ngram: words per shingle.
-        chosen: (a, b) from `permutations`.
+        coefficients: (a, b) from `permutations`.
         signatures: uint32 [n, k], all bits ones; overwritten.
         shingles: int32 [n], zeros; overwritten with the number of shingles of each document.
     """
-    _signatures(words, offsets, ngram, MAX_WORDS, _number_word(), *chosen, signatures, shingles)
+    _signatures(words, offsets, ngram, MAX_WORDS, _number_word(), *coefficients, signatures, shingles)
 
 
 def shingle_hashes(texts: text.Texts, *, ngram: int = 5, unit: Unit = "words") -> list[np.ndarray]:
@@ -193,7 +193,7 @@ def text_signatures(hashes: np.ndarray, num_permutations: int) -> np.ndarray:
 
 @numba.njit(nogil=True)
 def _window(words, i, ngram):
-    """64-bit hash of words [i, i + ngram), finalised by murmur's mixer."""
+    """Return the 64-bit hash of words [i, i + ngram), finalised by murmur's mixer."""
     h = np.uint64(0)
     for j in range(ngram):
         h = h * _POLYNOMIAL + words[i + j]
@@ -224,7 +224,7 @@ def _signatures(words, offsets, ngram, max_words, number, a, b, signatures, shin
         start = offsets[document]
         end = min(offsets[document + 1], start + max_words)
         window = np.uint64(0)
-        count = numbers = 0  # shingles; numbers in a row up to here
+        count = numbers = 0  # number of shingles; number of consecutive numbers up to this word
         for i in range(start, end):
             numbers = numbers + 1 if words[i] == number else 0
             window = window * _POLYNOMIAL + words[i]
@@ -253,7 +253,7 @@ def _signatures(words, offsets, ngram, max_words, number, a, b, signatures, shin
 
 @compiled
 def _characters(data, bounds, codes, offsets):
-    """A 64-bit hash of each code point of UTF-8 documents data[bounds[i]:bounds[i+1]]; never 0."""
+    """Compute a 64-bit hash of each code point of UTF-8 documents data[bounds[i]:bounds[i+1]]; never 0."""
     count = 0
     for document in range(len(bounds) - 1):
         i, end = bounds[document], bounds[document + 1]
@@ -270,7 +270,7 @@ def _characters(data, bounds, codes, offsets):
 
 @compiled
 def _common(a, b):
-    """How many values two ascending arrays of distinct values share."""
+    """Return the number of values that are in both of two ascending arrays of distinct values."""
     i = j = common = 0
     while i < len(a) and j < len(b):
         if a[i] == b[j]:

@@ -1,7 +1,7 @@
 """Filter by URL: drop documents whose URLs are on lists of domains, pages and words.
 
 The rules are those of RefinedWeb (Penedo et al. 2023, arXiv:2306.01116, section G.1) and FineWeb: whole domains,
-single pages, words of which one is enough, and soft words of which several are needed.
+single pages, words (one is enough), and soft words (several are needed).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class UrlFilter(Filter):
     url_files: tuple[str, ...] = ()
     """Files of pages."""
     words: tuple[str, ...] = ()
-    """Words of which one in the URL is enough. A word is a sequence of letters and digits."""
+    """Words; one in the URL is enough to drop it. A word is a sequence of letters and digits."""
     word_files: tuple[str, ...] = ()
     """Files of such words."""
     soft_words: tuple[str, ...] = ()
-    """Words of which a URL may have `max_soft_words`."""
+    """Soft words; a URL may have `max_soft_words` of them."""
     soft_word_files: tuple[str, ...] = ()
     """Files of such words."""
     max_soft_words: int = Field(default=1, ge=0)

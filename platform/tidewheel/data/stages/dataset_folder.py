@@ -37,11 +37,11 @@ Splits = dict[str, list[str]]
 """Files by split."""
 
 
-def data_files(place: Store, folder: str, *, subset: str | None, split: str) -> list[str]:
+def data_files(folder_store: Store, folder: str, *, subset: str | None, split: str) -> list[str]:
     """Return the keys of a split's files, sorted.
 
     Args:
-        place: store that holds the folder.
+        folder_store: store that holds the folder.
         folder: key of the folder; "" for the store itself.
         subset: name of the subset; None for the default one.
         split: one name, several joined by "+", or "all".
@@ -49,10 +49,10 @@ def data_files(place: Store, folder: str, *, subset: str | None, split: str) -> 
     Raises:
         InputError: the subset or split does not exist, or the folder has no data. The message lists what exists.
     """
-    where = place.at(folder) if folder else place.uri
+    where = folder_store.at(folder) if folder else folder_store.uri
     start = len(folder) + 1 if folder else 0
-    names = [stamp.key[start:] for stamp in place.list(folder)]
-    below = _Folder(place, folder, where)
+    names = [stamp.key[start:] for stamp in folder_store.list(folder)]
+    below = _Folder(folder_store, folder, where)
     if _DICT in names or _STATE in names:
         if subset is not None:
             raise InputError("a folder of save_to_disk has no subsets", where=where, fix="leave out read.subset")
@@ -81,8 +81,8 @@ def data_files(place: Store, folder: str, *, subset: str | None, split: str) -> 
 class _Folder:
     """A folder of a store."""
 
-    def __init__(self, place: Store, folder: str, where: str) -> None:
-        self._place = place
+    def __init__(self, folder_store: Store, folder: str, where: str) -> None:
+        self._place = folder_store
         self._folder = folder
         self.where = where
 
@@ -137,13 +137,13 @@ def _described(folder: _Folder, names: Sequence[str], subset: str | None) -> Spl
     if not isinstance(configs, list) or not configs:
         return None
     known = {config.get("config_name", "default"): config for config in configs if isinstance(config, dict)}
-    chosen = _chosen(known, subset, folder.where)
-    data_dir = str(chosen.get("data_dir") or "").strip("/")
+    subset_config = _chosen(known, subset, folder.where)
+    data_dir = str(subset_config.get("data_dir") or "").strip("/")
     inside = [name for name in names if not data_dir or name.startswith(f"{data_dir}/")]
-    if chosen.get("data_files") is None:
+    if subset_config.get("data_files") is None:
         return _by_name(inside)
     splits: Splits = {}
-    for name, patterns in _patterns(chosen["data_files"], folder.where):
+    for name, patterns in _patterns(subset_config["data_files"], folder.where):
         splits[name] = [file for pattern in patterns for file in names
                         if _matches(file, posixpath.join(data_dir, pattern))]
     return splits
@@ -171,10 +171,11 @@ def _patterns(given: Any, where: str) -> Iterable[tuple[str, list[str]]]:
         values = entry if isinstance(entry, dict) else {}
         path = values.get("path")
         paths = [path] if isinstance(path, str) else path
-        if not isinstance(paths, list) or not all(isinstance(one, str) and "://" not in one for one in paths):
+        if not isinstance(paths, list) or not all(
+                isinstance(pattern, str) and "://" not in pattern for pattern in paths):
             raise InputError(f"data_files of {_CARD} have an unknown form", where=where,
                              fix="name the files with patterns in read.paths")
-        yield str(values.get("split", "train")), [one.removeprefix("./") for one in paths]
+        yield str(values.get("split", "train")), [pattern.removeprefix("./") for pattern in paths]
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -99,43 +99,46 @@ def judge_part(task: Task) -> Published:
     action = task.inputs["action"]
     judged: list[pa.Table] = []
     heads = [outcomes.HEADS.empty_table()]
-    found = [_ITEMS.empty_table()]
+    tables = [_ITEMS.empty_table()]
     with contextlib.ExitStack() as closing:
         rewriter = closing.enter_context(Rewriter(task)) if action == "cut" else None
         for table in load_documents(task.store, task.inputs):
             matches = find(index, table["text"], rules)
-            rows = np.array([bool(some) for some in matches], bool)
-            chosen = [contamination.primary(some) for some in matches if some]
+            rows = np.array([bool(document_matches) for document_matches in matches], bool)
+            primaries = [contamination.primary(document_matches) for document_matches in matches if document_matches]
             hit = table.filter(pa.array(rows))
-            found.append(_items(hit["id"].to_pylist(), chosen))
+            tables.append(_items(hit["id"].to_pylist(), primaries))
             texts = hit["text"].to_pylist()
-            cuts = [contamination.cut(index, text, some, rules) for text, some in zip(
-                texts, (some for some in matches if some), strict=True)] if rewriter is not None else [""] * len(texts)
-            judged.append(_verdicts(hit["id"], chosen, action, cuts))
+            cuts = [""] * len(texts)
+            if rewriter is not None:
+                hit_matches = [document_matches for document_matches in matches if document_matches]
+                cuts = [contamination.cut(index, text, document_matches, rules)
+                        for text, document_matches in zip(texts, hit_matches, strict=True)]
+            judged.append(_verdicts(hit["id"], primaries, action, cuts))
             heads.append(_heads(judged[-1], texts, cuts, hit["id"].to_pylist()))
             if rewriter is not None:
                 _rewrite(rewriter, table, rows, cuts)
     writer = rewriter.writer if rewriter is not None else task.writer()
-    items = pa.concat_tables(found)
+    items = pa.concat_tables(tables)
     if len(items):
         writer.table("items", items)
     return publish(task, verdicts.merge(judged), pa.concat_tables(heads), {"contaminated": sum(map(len, judged))},
                    writer)
 
 
-def _items(ids: Sequence[str], chosen: Sequence[Sequence[Match]]) -> pa.Table:
+def _items(ids: Sequence[str], primaries: Sequence[Sequence[Match]]) -> pa.Table:
     rows = [{"benchmark": match.benchmark, "item": match.item, "id": identity, "score": match.score,
              "match": match.text[:_MATCH_CHARACTERS]}
-            for identity, matches in zip(ids, chosen, strict=True) for match in matches]
+            for identity, matches in zip(ids, primaries, strict=True) for match in matches]
     return pa.Table.from_pylist(rows, schema=_ITEMS)
 
 
-def _verdicts(ids: pa.ChunkedArray, chosen: Sequence[Sequence[Match]], action: str, cuts: Sequence[str]) -> pa.Table:
+def _verdicts(ids: pa.ChunkedArray, primaries: Sequence[Sequence[Match]], action: str, cuts: Sequence[str]) -> pa.Table:
     """Return a verdict for each contaminated document, with its best match and the number of matching items."""
-    best = [matches[0] for matches in chosen]
+    best = [matches[0] for matches in primaries]
     details = [json.dumps({"benchmark": match.benchmark, "item": match.item, "match": match.text[:_MATCH_CHARACTERS],
                            "items": len(matches)}, ensure_ascii=False)
-               for match, matches in zip(best, chosen, strict=True)]
+               for match, matches in zip(best, primaries, strict=True)]
     kinds = [verdicts.KEEP if action == "annotate" else verdicts.EDIT if text else verdicts.DROP for text in cuts]
     reasons = [REASON_CUT if kind == verdicts.EDIT else REASON for kind in kinds]
     table = verdicts.rows("", ids, reasons, scores=[match.score for match in best], details=details)
@@ -247,18 +250,18 @@ def check_unit(task: Task) -> Published:
     index, rules = _search(task)
     encoder = encoder_of(task)
     segments = 0
-    found = 0
+    contaminated = 0
     reported: list[dict[str, Any]] = []
     for stamp in task.inputs["shards"]:
         for ids, texts in _segments(read_file(task.store, stamp), encoder):
             segments += len(texts)
             for identity, matches in zip(ids, find(index, texts, rules), strict=True):
                 if matches:
-                    found += 1
+                    contaminated += 1
                     best = contamination.primary(matches)[0]
                     reported.append({"id": identity, "benchmark": best.benchmark, "item": best.item,
                                      "score": best.score, "match": best.text[:_MATCH_CHARACTERS]})
-    return task.writer().publish({"segments": segments, "found": found, "matches": reported[:_TOP]})
+    return task.writer().publish({"segments": segments, "found": contaminated, "matches": reported[:_TOP]})
 
 
 def _segments(data: bytes, encoder: Any) -> Iterator[tuple[list[str], list[str]]]:

@@ -91,8 +91,8 @@ def losers(partitions: int, max_repeats: int, keep: str, _: int, table: pa.Table
     return repeats.append_column("partition", pa.array(numbers))
 
 
-def _edit_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published | None:
-    return edit(pending[number], table.select(dedup_lines.REPEAT_SCHEMA.names)) if number in pending else None
+def _edit_pending(pending: Mapping[int, Task], partition: int, table: pa.Table) -> Published | None:
+    return edit(pending[partition], table.select(dedup_lines.REPEAT_SCHEMA.names)) if partition in pending else None
 
 
 def edit(task: Task, repeated: pa.Table) -> Published:
@@ -102,8 +102,8 @@ def edit(task: Task, repeated: pa.Table) -> Published:
     heads = [outcomes.HEADS.empty_table()]
     with Rewriter(task) as rewriter:
         for table in load_documents(task.store, task.inputs):
-            mine = repeated.filter(pc.is_in(repeated["id"], value_set=table["id"].combine_chunks()))
-            cut = dedup_lines.cut(table, mine, step["unit"], step["min_characters"])
+            of_table = repeated.filter(pc.is_in(repeated["id"], value_set=table["id"].combine_chunks()))
+            cut = dedup_lines.cut(table, of_table, step["unit"], step["min_characters"])
             empty = pc.equal(pc.binary_length(pc.utf8_trim_whitespace(cut.texts)), 0).to_numpy(zero_copy_only=False)
             touched = cut.pieces > 0
             for verdict, reason, rows in ((verdicts.EDIT, REASON, np.flatnonzero(touched & ~empty)),

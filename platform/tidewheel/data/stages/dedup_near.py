@@ -87,8 +87,8 @@ def read_last(partitions: int, task: Task) -> Iterator[pa.Table]:
     yield with_partition(near_rounds.last(task), partitions)
 
 
-def _publish_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published | None:
-    return publish_part(pending[number], table) if number in pending else None
+def _publish_pending(pending: Mapping[int, Task], partition: int, table: pa.Table) -> Published | None:
+    return publish_part(pending[partition], table) if partition in pending else None
 
 
 def publish_part(task: Task, decided: pa.Table | None = None) -> Published:
@@ -99,15 +99,16 @@ def publish_part(task: Task, decided: pa.Table | None = None) -> Published:
         decided: documents that the remaining open edges drop (`DROP_SCHEMA`).
     """
     stamp = task.inputs["dropped_so_far"]
-    gone = read_table(task.store, stamp) if stamp else dedup.DROPPED_SCHEMA.empty_table()
+    earlier_drops = read_table(task.store, stamp) if stamp else dedup.DROPPED_SCHEMA.empty_table()
     if decided is not None:
-        gone = gone.filter(pc.invert(pc.is_in(gone["id"], value_set=decided["id"].combine_chunks())))
-        gone = pa.concat_tables([gone, decided.select(dedup.DROPPED_SCHEMA.names)])
-    counted = pa.array(verdicts.hash_ids(gone["survivor"]) % np.uint64(task.inputs["every"]) == 0)
-    clusters = gone.filter(counted).group_by("survivor").aggregate([([], "count_all")]).sort_by("survivor")
+        redecided = pc.is_in(earlier_drops["id"], value_set=decided["id"].combine_chunks())
+        earlier_drops = earlier_drops.filter(pc.invert(redecided))
+        earlier_drops = pa.concat_tables([earlier_drops, decided.select(dedup.DROPPED_SCHEMA.names)])
+    counted = pa.array(verdicts.hash_ids(earlier_drops["survivor"]) % np.uint64(task.inputs["every"]) == 0)
+    clusters = earlier_drops.filter(counted).group_by("survivor").aggregate([([], "count_all")]).sort_by("survivor")
     writer = task.writer()
     writer.table("clusters", clusters)
-    return publish_duplicates(task, REASON, gone.sort_by("id"), writer)
+    return publish_duplicates(task, REASON, earlier_drops.sort_by("id"), writer)
 
 
 def report(job: Job, units: list[Published]) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def shuffle_drops(sources: Sequence[Task], read: Callable[[Task], Iterable[pa.Ta
         yield publish_duplicates(task, reason, DROP_SCHEMA.empty_table())
 
 
-def _publish_pending(pending: Mapping[int, Task], reason: str, number: int, table: pa.Table) -> Published | None:
-    return publish_duplicates(pending[number], reason, table) if number in pending else None
+def _publish_pending(pending: Mapping[int, Task], reason: str, partition: int, table: pa.Table) -> Published | None:
+    return publish_duplicates(pending[partition], reason, table) if partition in pending else None
 
 
 def with_partition(dropped: pa.Table, partitions: int) -> pa.Table:
@@ -106,7 +106,7 @@ def _details(survivors: pa.ChunkedArray, against: Sequence[str]) -> list[str]:
     if not against:
         return [""] * len(survivors)
     numbers = [dedup.index_of(survivor) for survivor in survivors.to_pylist()]
-    return ["" if number is None else json.dumps({"index": against[number]}) for number in numbers]
+    return ["" if index is None else json.dumps({"index": against[index]}) for index in numbers]
 
 
 def publish(task: Task, judged: pa.Table, heads: pa.Table | None, summary: Mapping[str, Any] | None = None,
@@ -123,27 +123,27 @@ def publish(task: Task, judged: pa.Table, heads: pa.Table | None, summary: Mappi
         costs: costs of the filters that judged.
     """
     writer = writer or task.writer()
-    gone = verdicts.dropped_ids(judged)
+    dropped_ids = verdicts.dropped_ids(judged)
     samples: dict[str, Any] = {}
     if len(judged):
         assert heads is not None
-        assert len(gone.unique()) == len(gone), f"{task.unit}: a document is dropped twice"
+        assert len(dropped_ids.unique()) == len(dropped_ids), f"{task.unit}: a document is dropped twice"
         samples = verdicts.samples(judged, heads)
         writer.shared("verdicts", f"verdicts/{task.unit.stage}", ".parquet", verdicts.encode(judged))
     count = task.inputs["count"]
     return writer.publish({
-        "documents_in": count, "documents": count - len(gone), "dropped": verdicts.counts(judged),
+        "documents_in": count, "documents": count - len(dropped_ids), "dropped": verdicts.counts(judged),
         "edits": verdicts.counts(judged, verdicts.EDIT), "edited": verdicts.edited(judged), "samples": samples,
-        "left": _by_source(task, writer, gone), **(summary or {})}, costs)
+        "left": _by_source(task, writer, dropped_ids), **(summary or {})}, costs)
 
 
-def _by_source(task: Task, writer: UnitWriter, gone: pa.Array | pa.ChunkedArray) -> by_source.BySource:
+def _by_source(task: Task, writer: UnitWriter, dropped_ids: pa.Array | pa.ChunkedArray) -> by_source.BySource:
     """Count the documents that the stage leaves in its partition, by source."""
     columns = ("id", "source", "length")
     if "keys" in writer.files:
         left = read_table(task.store, writer.files["keys"], columns)
     else:
-        left = verdicts.without(load_keys(task.store, task.inputs, columns), [gone])
+        left = verdicts.without(load_keys(task.store, task.inputs, columns), [dropped_ids])
     return by_source.tally(left["source"], left["length"])
 
 

@@ -171,7 +171,7 @@ def judge(filters: Sequence[Filter], table: pa.Table) -> Judged:
 
 
 def _known(asked: Measures, rest: Measures) -> bool:
-    """Return whether the remaining filters need measures, all of which have been made."""
+    """Return whether the remaining filters need measures, and all of these are available."""
     return bool(rest.asked()) and asked.covers(rest)
 
 

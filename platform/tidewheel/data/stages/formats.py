@@ -55,19 +55,19 @@ def by_format(files: Sequence[SourceFile], config: ReadConfig) -> tuple[FormatLi
     return tuple(sorted(lines, key=lambda line: (-line.bytes, line.format)))
 
 
-def _records(place: Store, file: SourceFile, config: ReadConfig) -> Iterator[Record | Bad]:
+def _records(file_store: Store, file: SourceFile, config: ReadConfig) -> Iterator[Record | Bad]:
     if not file.members:
-        return readers.read_records(place, file.key, config, name=file.name, shape=file.shape)
-    read = readers.read_bundle(place, [(member.key, member.name) for member in file.members], config, file.shape)
+        return readers.read_records(file_store, file.key, config, name=file.name, shape=file.shape)
+    read = readers.read_bundle(file_store, [(member.key, member.name) for member in file.members], config, file.shape)
     return (record for record in read if not isinstance(record, code.Skipped))
 
 
 def _first_record(file: SourceFile, config: ReadConfig) -> tuple[str, bool]:
     if file.shape.problem:
         return f"cannot be read: {file.shape.hint}", False
-    place = store(file.root)
+    file_store = store(file.root)
     try:
-        record = next(_records(place, file, config), None)
+        record = next(_records(file_store, file, config), None)
     except readers.UnreadableFile as error:
         return f"cannot be read: {error}", False
     if record is None:

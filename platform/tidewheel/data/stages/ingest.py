@@ -178,8 +178,8 @@ def ingest_file(task: Task) -> Published:
     if tally.bad:
         writer.shared("quarantine", "quarantine", ".jsonl", quarantine.encode(tally.bad))
     quarantined = quarantine.count(tally.bad)
-    gone = tally.outcomes.dropped + sum(quarantined.values())
-    assert tally.records == tally.kept + gone, f"{task.unit.label}: counts differ"
+    num_removed = tally.outcomes.dropped + sum(quarantined.values())
+    assert tally.records == tally.kept + num_removed, f"{task.unit.label}: counts differ"
     summary = {
         "name": task.inputs["name"], "records": tally.records, "bad": sum(quarantined.values()),
         "quarantined": quarantined, **({"skipped": dict(sorted(tally.skipped.items()))} if tally.skipped else {}),

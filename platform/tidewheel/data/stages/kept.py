@@ -44,9 +44,9 @@ class Kept:
         self._candidates = sorted(self._candidates, key=_order)[:_SPARE]
 
     def samples(self, dropped: pa.Table | None = None) -> list[dict[str, Any]]:
-        """Return a few documents, without those that the verdicts `dropped` name."""
-        gone = set(dropped["id"].to_pylist()) if dropped is not None else set[str]()
-        return [candidate for candidate in self._candidates if candidate["id"] not in gone][:SAMPLES]
+        """Return a few documents, without the ones that the verdicts `dropped` name."""
+        dropped_ids = set(dropped["id"].to_pylist()) if dropped is not None else set[str]()
+        return [candidate for candidate in self._candidates if candidate["id"] not in dropped_ids][:SAMPLES]
 
     def tokens(self, ids: pa.Array, sizes: np.ndarray) -> by_source.BySource:
         """Return {source: [documents, tokens]}.

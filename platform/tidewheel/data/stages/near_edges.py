@@ -134,8 +134,8 @@ def band_rows(table: pa.Table, step: DedupNearStep, partitions: int, every: int)
         start = (step.bands - 1) * step.rows
         count = min(SAMPLE_ROWS, step.rows)
         keys = minhash.band_hashes(np.ascontiguousarray(values[:, start : start + count]), bands=1, rows=count)[:, 0]
-        chosen = keys % np.uint64(every) == 0
-        yield rows(long[chosen], np.full(chosen.sum(), step.bands + 1), keys[chosen])
+        sampled = keys % np.uint64(every) == 0
+        yield rows(long[sampled], np.full(sampled.sum(), step.bands + 1), keys[sampled])
 
 
 def signatures(table: pa.Table) -> np.ndarray:
@@ -184,7 +184,7 @@ def part_of(ids: pa.Array | pa.ChunkedArray, partitions: int) -> np.ndarray:
     return verdicts.partition_of(verdicts.hash_ids(dedup.plain_ids(ids)), partitions)
 
 
-def sign(tasks: Mapping[int, Task], indexes: Sequence[Index], partitions: int, number: int, table: pa.Table
+def sign(tasks: Mapping[int, Task], indexes: Sequence[Index], partitions: int, partition: int, table: pa.Table
          ) -> pa.Table:
     """Return the distinct pairs of one partition with the signature of their better document.
 
@@ -203,13 +203,13 @@ def sign(tasks: Mapping[int, Task], indexes: Sequence[Index], partitions: int, n
     pairs = table.group_by(["a", "b"]).aggregate([("found", "any"), ("sampled", "any")]).rename_columns(
         {"found_any": "found", "sampled_any": "sampled"})
     ids = pairs["a"].combine_chunks()
-    known = load_keys(tasks[number].store, tasks[number].inputs, _LOOKED_UP)
-    old = near_index.lookup(indexes, number, partitions, ids, (*_LOOKED_UP, "kept"))
+    known = load_keys(tasks[partition].store, tasks[partition].inputs, _LOOKED_UP)
+    old = near_index.lookup(indexes, partition, partitions, ids, (*_LOOKED_UP, "kept"))
     if len(old):
         lost = old["id"].filter(pc.invert(old["kept"])).combine_chunks()
         pairs = pairs.filter(pc.invert(pc.is_in(ids, value_set=lost)))
         known = pa.concat_tables([known, old.drop_columns(["kept"]).cast(known.schema)])
-    pairs = pairs.append_column("signature", _signed(tasks[number], known, pairs["a"]))
+    pairs = pairs.append_column("signature", _signed(tasks[partition], known, pairs["a"]))
     return pairs.append_column("part_b", pa.array(part_of(pairs["b"], partitions)))
 
 
@@ -222,9 +222,9 @@ def _signed(task: Task, known: pa.Table, ids: pa.ChunkedArray) -> pa.Array:
                                                 [None, pa.py_buffer(values.astype("<u4").tobytes())])
 
 
-def _estimate_pending(pending: Mapping[int, Task], step: DedupNearStep, partitions: int, number: int, table: pa.Table
+def _estimate_pending(pending: Mapping[int, Task], step: DedupNearStep, partitions: int, partition: int, table: pa.Table
                       ) -> Published | None:
-    return estimate(pending[number], step, partitions, table) if number in pending else None
+    return estimate(pending[partition], step, partitions, table) if partition in pending else None
 
 
 def doubtful(step: DedupNearStep) -> tuple[float, float]:
@@ -246,7 +246,7 @@ def estimate(task: Task, step: DedupNearStep, partitions: int, table: pa.Table) 
     """
     table = table.sort_by([("b", "ascending"), ("a", "ascending")])
     scores = np.zeros(len(table))
-    others = np.zeros(len(table), bool)
+    shares_other_band = np.zeros(len(table), bool)
     known = load_keys(task.store, task.inputs, _LOOKED_UP) if len(table) else table
     for first in range(0, len(table), _PAIRS_AT_ONCE):
         piece = table.slice(first, _PAIRS_AT_ONCE)
@@ -255,17 +255,18 @@ def estimate(task: Task, step: DedupNearStep, partitions: int, table: pa.Table) 
         scores[first : first + len(piece)] = minhash.estimated_jaccard(a, b)
         rest = (step.bands - 1) * step.rows
         equal = (a[:, :rest] == b[:, :rest]).reshape(len(a), step.bands - 1, step.rows)
-        others[first : first + len(piece)] = equal.all(axis=2).any(axis=1)
-    pairs = pa.table([table["a"], table["b"], pa.array(scores), table["found"], table["sampled"], pa.array(others)],
-                     schema=SAMPLE)
-    found = pairs.filter(pairs["found"])
-    edges = found.filter(pc.greater_equal(found["score"], doubtful(step)[0])).select(dedup.SCORED_EDGE_SCHEMA.names)
+        shares_other_band[first : first + len(piece)] = equal.all(axis=2).any(axis=1)
+    pairs = pa.table([table["a"], table["b"], pa.array(scores), table["found"], table["sampled"],
+                      pa.array(shares_other_band)], schema=SAMPLE)
+    found_pairs = pairs.filter(pairs["found"])
+    scored_pairs = found_pairs.filter(pc.greater_equal(found_pairs["score"], doubtful(step)[0]))
+    edges = scored_pairs.select(dedup.SCORED_EDGE_SCHEMA.names)
     writer = task.writer()
     writer.table("edges", edges)
     sample = _sample(pairs, -(-SAMPLE_PAIRS // partitions))
     writer.table("sample", sample)
-    measured = found["score"].to_numpy()
-    return writer.publish({"candidates": len(found), "edges": len(edges), "sample": len(sample), "histograms": {
+    measured = found_pairs["score"].to_numpy()
+    return writer.publish({"candidates": len(found_pairs), "edges": len(edges), "sample": len(sample), "histograms": {
         "jaccard": histograms.histogram("jaccard", measured, (step.min_jaccard, None))}})
 
 

@@ -95,7 +95,7 @@ def ask(step: DedupNearStep, partitions: int, task: Task) -> Iterator[pa.Table]:
                     pa.array(np.full(len(ids), task.unit.number, np.int32))], schema=ASKED)
 
 
-def send(tasks: Mapping[int, Task], indexes: Sequence[Index], step: DedupNearStep, partitions: int, number: int,
+def send(tasks: Mapping[int, Task], indexes: Sequence[Index], step: DedupNearStep, partitions: int, partition: int,
          table: pa.Table) -> pa.Table:
     """Return the shingle sets that other partitions request from one partition; `SETS`.
 
@@ -109,16 +109,16 @@ def send(tasks: Mapping[int, Task], indexes: Sequence[Index], step: DedupNearSte
     """
     ids = table["a"].combine_chunks()
     sets: dict[str, bytes] = {name: shingles.astype("<u4").tobytes() for name, shingles in
-                              sets_of(tasks[number], ids.unique(), step.ngram, step.unit)}
-    old = near_index.lookup(indexes, number, partitions, ids.unique(), ("id", "shingle_set"))
+                              sets_of(tasks[partition], ids.unique(), step.ngram, step.unit)}
+    old = near_index.lookup(indexes, partition, partitions, ids.unique(), ("id", "shingle_set"))
     if len(old):
         sets.update(zip(old["id"].to_pylist(), old["shingle_set"].to_pylist(), strict=True))
     column = pa.array([sets[name] for name in ids.to_pylist()], pa.large_binary())
     return pa.table([ids, column, table["part_b"]], schema=SETS)
 
 
-def _compare_pending(pending: Mapping[int, Task], step: DedupNearStep, number: int, table: pa.Table) -> Published:
-    return compare(pending[number], step, table)
+def _compare_pending(pending: Mapping[int, Task], step: DedupNearStep, partition: int, table: pa.Table) -> Published:
+    return compare(pending[partition], step, table)
 
 
 def compare(task: Task, step: DedupNearStep, table: pa.Table) -> Published:
@@ -164,7 +164,7 @@ def similarities(pairs: pa.Table, better: Mapping[str, np.ndarray], worse: Mappi
 def measure(sample: pa.Table, exact: np.ndarray, step: DedupNearStep) -> dict[str, Any]:
     """Return counts of the sample by bin of exact similarity: lists of `BINS` numbers.
 
-    Of the pairs drawn independently of the other bands: `pairs`; those that the other bands `found`; and the number
+    Of the pairs drawn independently of the other bands: `pairs`; pairs that the other bands `found`; and the number
     `expected` by the S-curve of bands - 1 at their similarities. Of the candidates: `candidates` and `accepted`; of the
     accepted ones, `duplicates` reach min_jaccard, and `right` come within 0.05 of it.
 

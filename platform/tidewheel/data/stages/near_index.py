@@ -68,10 +68,10 @@ class Index:
             table = table.set_column(table.column_names.index("priority"), "priority", raised)
         return table.select(list(columns))
 
-    def overlapping(self, number: int, partitions: int) -> tuple[Stamp, ...]:
+    def overlapping(self, partition: int, partitions: int) -> tuple[Stamp, ...]:
         """Return the files with ids of partition `number` of `partitions`: partitions are ranges of the id hash."""
         count = len(self.files)
-        return self.files[number * count // partitions : -(-(number + 1) * count // partitions)]
+        return self.files[partition * count // partitions : -(-(partition + 1) * count // partitions)]
 
 
 def parameters(step: DedupNearStep) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def open_indexes(step: DedupNearStep, input: str) -> tuple[Index, ...]:
         InputError: an index is missing or damaged, or was made with other parameters.
     """
     indexes = []
-    for number, path in enumerate(step.against):
+    for index, path in enumerate(step.against):
         uri = absolute(path if "://" in path or path.startswith(("/", "~")) else join(input, path))
-        indexes.append(_open(step, number, uri))
+        indexes.append(_open(step, index, uri))
     return tuple(indexes)
 
 
@@ -150,12 +150,13 @@ def _open(step: DedupNearStep, number: int, uri: str) -> Index:
 
 def source_tasks(job: Job, settings: Mapping[str, Any]) -> list[Task]:
     """Return a task for each file of each index, for a shuffle to read beside the partitions."""
-    return [Task(job.output, Unit(STAGE, f"{index.uri}#{number}", "", number),
+    return [Task(job.output, Unit(STAGE, f"{index.uri}#{file_index}", "", file_index),
                  {**settings, "index": index.number, "file": file})
-            for index in job.indexes for number, file in enumerate(index.files)]
+            for index in job.indexes for file_index, file in enumerate(index.files)]
 
 
-def lookup(indexes: Sequence[Index], number: int, partitions: int, ids: pa.Array, columns: Sequence[str]) -> pa.Table:
+def lookup(indexes: Sequence[Index], partition: int, partitions: int, ids: pa.Array,
+           columns: Sequence[str]) -> pa.Table:
     """Return the documents among `ids` that are in an index and belong to one partition.
 
     Args:
@@ -168,7 +169,7 @@ def lookup(indexes: Sequence[Index], number: int, partitions: int, ids: pa.Array
     tables = []
     old = ids.filter(dedup.is_old(ids))
     for index in indexes if len(old) else ():
-        for file in index.overlapping(number, partitions):
+        for file in index.overlapping(partition, partitions):
             table = index.read(file, columns)
             tables.append(table.filter(pc.is_in(table["id"], value_set=old)))
     return pa.concat_tables(tables) if tables else pa.table({})
@@ -190,17 +191,17 @@ def write(job: Job, runner: Runner, tasks: Sequence[Task], done: Sequence[Publis
         key = unit_key(STAGE, settings=settings, version=VERSION,
                        inputs=[task.inputs["keys"].hash, *(stamp.hash for stamp in task.inputs["dropped"]),
                                *unit.content(), task.inputs["documents"].hash])
-        gone = [unit.files["verdicts"]] if "verdicts" in unit.files else []
+        dropped_files = [unit.files["verdicts"]] if "verdicts" in unit.files else []
         todo.append(Task(job.output, Unit(STAGE, task.unit.label, key, task.unit.number),
-                         {**task.inputs, "gone": gone, "parameters": settings}))
+                         {**task.inputs, "gone": dropped_files, "parameters": settings}))
     return runner.complete(STAGE, todo, lambda missing: map_units(missing, _write_part))
 
 
 def _write_part(task: Task) -> Published:
     table = load_keys(task.store, task.inputs, _KEYS)
-    gone = [verdicts.decode(read_file(task.store, stamp), ["id"])["id"] for stamp in task.inputs["gone"]]
+    dropped_ids = [verdicts.decode(read_file(task.store, stamp), ["id"])["id"] for stamp in task.inputs["gone"]]
     kept = pa.array([True] * len(table), pa.bool_())
-    for ids in gone:
+    for ids in dropped_ids:
         kept = pc.invert(pc.is_in(table["id"].combine_chunks(), value_set=ids.combine_chunks()))
     table = table.append_column("kept", kept)
     settings = task.inputs["parameters"]

@@ -102,7 +102,7 @@ def ask(partitions: int, task: Task) -> Iterator[pa.Table]:
                     pa.array(np.full(len(ids), task.unit.number, np.int32))], schema=ASKED)
 
 
-def answer(tasks: Mapping[int, Task], number: int, table: pa.Table) -> pa.Table:
+def answer(tasks: Mapping[int, Task], partition: int, table: pa.Table) -> pa.Table:
     """Return the decisions on the documents that others ask one partition for; `ANSWERS`.
 
     Args:
@@ -110,7 +110,7 @@ def answer(tasks: Mapping[int, Task], number: int, table: pa.Table) -> pa.Table:
         number: number of the partition that has the documents.
         table: questions (`ASKED`), in any order.
     """
-    edges, dropped = load(tasks[number])
+    edges, dropped = load(tasks[partition])
     known = dedup.fates(table["id"].combine_chunks().unique(), edges, dropped)
     indices = pc.index_in(table["id"], value_set=known["id"].combine_chunks())
     rows = table.append_column("kept", pc.take(known["kept"].combine_chunks(), indices))
@@ -124,8 +124,8 @@ def load(task: Task) -> tuple[pa.Table, pa.Table]:
             read_table(task.store, dropped) if dropped else dedup.DROPPED_SCHEMA.empty_table())
 
 
-def _settle_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published:
-    task = pending[number]
+def _settle_pending(pending: Mapping[int, Task], partition: int, table: pa.Table) -> Published:
+    task = pending[partition]
     edges, dropped = dedup.settle(*load(task), table.select(dedup.FATE_SCHEMA.names))
     writer = task.writer()
     writer.table("edges", edges)

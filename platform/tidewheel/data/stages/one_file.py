@@ -5,9 +5,9 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from tidewheel import hub
 from tidewheel.data.config import PipelineConfig
 from tidewheel.storage import is_remote, split
+from tidewheel.stores import versioned
 
 
 def of_input(config: PipelineConfig, input: str) -> tuple[PipelineConfig, str]:
@@ -27,7 +27,8 @@ def of_input(config: PipelineConfig, input: str) -> tuple[PipelineConfig, str]:
 def _is_file(input: str) -> bool:
     if not is_remote(input):
         return Path(input).is_file()
-    if hub.is_hub(input) and not hub.parse(input).path:
+    named = versioned(input)
+    if named is not None and not named.path:
         return False
     if input.endswith("/") or "." not in input.rpartition("/")[2]:  # most likely a folder: save the request
         return False

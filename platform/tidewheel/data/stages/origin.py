@@ -116,7 +116,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for name, inner in enumerate(value) if isinstance(value, list | tuple) else value.items():
         if inner is None:  # not set
             continue
-        if isinstance(inner, dict) or (isinstance(inner, list | tuple) and any(isinstance(one, dict) for one in inner)):
+        is_list_of_dicts = isinstance(inner, list | tuple) and any(isinstance(item, dict) for item in inner)
+        if isinstance(inner, dict) or is_list_of_dicts:
             values |= _flat(inner, f"{prefix}{name}.") or {f"{prefix}{name}": {}}
         else:
             values[f"{prefix}{name}"] = list(inner) if isinstance(inner, tuple) else inner

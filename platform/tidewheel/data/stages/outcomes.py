@@ -96,9 +96,9 @@ class Outcomes:
             self._record(verdicts.rows(verdicts.EDIT, table["id"].take(pa.array(edit.rows)), edit.reason,
                                        details=edit.details), edit.rows, edit.before, edit.after)
             changed[edit.rows] = True
-        gone = judged.reasons != ""
-        if gone.any():
-            rows = np.flatnonzero(gone)
+        is_dropped = judged.reasons != ""
+        if is_dropped.any():
+            rows = np.flatnonzero(is_dropped)
             self._record(verdicts.rows(verdicts.DROP, table["id"].take(pa.array(rows)), judged.reasons[rows].tolist()),
                          rows, judged.texts, None)
             self.dropped += len(rows)
@@ -107,18 +107,19 @@ class Outcomes:
         if judged.metas is not None:
             table = _replaced(table, "meta", judged.metas)
         quality = passed.quality if judged.quality is None else judged.quality
-        if not gone.any():
+        if not is_dropped.any():
             return Passed(table, changed, quality)
-        return Passed(table.filter(pa.array(~gone)), changed[~gone], None if quality is None else quality[~gone])
+        kept_quality = None if quality is None else quality[~is_dropped]
+        return Passed(table.filter(pa.array(~is_dropped)), changed[~is_dropped], kept_quality)
 
     def _record(self, rows: pa.Table, indices: np.ndarray, before: pa.Array, after: pa.Array | None) -> None:
         """Record verdicts on the documents `indices`, and the texts that samples may show of them."""
-        chosen = verdicts.sampled(rows)
+        sampled = verdicts.sampled(rows)
         shown: list[tuple[str, str | None]] = []
-        for index in indices[chosen].tolist():
+        for index in indices[sampled].tolist():
             text = before[index].as_py()
             shown.append((verdicts.head(text), None) if after is None else verdicts.change(text, after[index].as_py()))
-        picked = rows.take(pa.array(chosen))
+        picked = rows.take(pa.array(sampled))
         self.judged.append(rows)
         self.heads.append(pa.table([picked["id"], picked["reason"], pa.array([head for head, _ in shown], pa.string()),
                                     pa.array([changed for _, changed in shown], pa.string())], schema=HEADS))

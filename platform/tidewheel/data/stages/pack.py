@@ -54,17 +54,19 @@ def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list
         only: pack only the documents of this set, one of `SETS`; "" for both.
     """
     step: PackStep = job.config.step("pack")
-    others = {"seed": job.config.seed, "max_tokens": ngrams.share(job.partitions), "kind": job.config.read.kind,
-              "settings": settings_of(job.config.step("tokenize")).canonical(), "chat_template": job.chat_template,
-              **({"only": only} if only else {})}
-    decisive = {**step.decisive(), **others}
+    more_settings = {"seed": job.config.seed, "max_tokens": ngrams.share(job.partitions),
+                     "kind": job.config.read.kind,
+                     "settings": settings_of(job.config.step("tokenize")).canonical(),
+                     "chat_template": job.chat_template,
+                     **({"only": only} if only else {})}
+    decisive = {**step.decisive(), **more_settings}
     decisive.pop("waves", None)  # units do not depend on the number of waves
     stage = HELD_OUT if only == VALIDATION else STAGE
     return [
         Task(job.output, StageUnit(stage, f"part-{part.number:05d}", unit_key(
             stage, settings=[decisive, part.number, job.partitions], version=VERSION,
             inputs=[tokenizer.hash, *part.content()]), part.number),
-            {**part.inputs(), **step.canonical(), **others, "tokenizer": tokenizer})
+            {**part.inputs(), **step.canonical(), **more_settings, "tokenizer": tokenizer})
         for part in parts
     ]
 
@@ -138,8 +140,8 @@ class Waves:
 
 def _wave_numbers(job: Job) -> list[int]:
     """Return the wave of each partition: adjacent partitions in groups of about equal size."""
-    number = min(job.config.step("pack").waves, job.partitions)
-    return [partition * number // job.partitions for partition in range(job.partitions)] if number else []
+    num_waves = min(job.config.step("pack").waves, job.partitions)
+    return [partition * num_waves // job.partitions for partition in range(job.partitions)] if num_waves else []
 
 
 def encoder_of(task: Task) -> Encoder:
@@ -181,8 +183,8 @@ def pack_part(task: Task) -> Published:
                "source_tokens": _source_tokens(task, encoded, kept)}
     for name, (count, table) in sets.items():
         infos = _write(task, name, table)
-        for number, info in enumerate(infos):
-            writer.add(f"{name}-{number:06d}", Stamp(f"{name}/{info.name}", info.bytes, info.hash))
+        for index, info in enumerate(infos):
+            writer.add(f"{name}-{index:06d}", Stamp(f"{name}/{info.name}", info.bytes, info.hash))
         rows = [table] if "length" in table.column_names else []  # pairs have no n-gram counts
         unigrams, bigrams = ngrams.to_tables(ngrams.count(rows, encoder.padded_size, task.inputs["max_tokens"]))
         writer.table(f"{name}-unigrams", unigrams)
@@ -199,9 +201,9 @@ def _chosen(task: Task, documents: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """Yield the documents of the set that the task packs."""
     for table in documents:
         held_out = is_held_out(task, table["id"].combine_chunks())
-        chosen = table.filter(pa.array(held_out if task.inputs["only"] == VALIDATION else ~held_out))
-        if len(chosen):
-            yield chosen
+        selected = table.filter(pa.array(held_out if task.inputs["only"] == VALIDATION else ~held_out))
+        if len(selected):
+            yield selected
 
 
 def _source_tokens(task: Task, encoded: tokens.Tokens | tokens.PairRows, kept: Kept) -> by_source.BySource:
@@ -212,8 +214,8 @@ def _source_tokens(task: Task, encoded: tokens.Tokens | tokens.PairRows, kept: K
     else:
         ids = encoded.table["document_id"].combine_chunks()
         sizes = sum(pc.list_value_length(encoded.table[name]).to_numpy() for name in ("chosen", "rejected"))
-    chosen = ~is_held_out(task, ids)
-    return by_source.largest(kept.tokens(ids.filter(pa.array(chosen)), sizes[chosen]), by_source.UNIT_SOURCES)
+    in_training = ~is_held_out(task, ids)
+    return by_source.largest(kept.tokens(ids.filter(pa.array(in_training)), sizes[in_training]), by_source.UNIT_SOURCES)
 
 
 def _dropped(writer: UnitWriter, dropped: pa.Table, heads: pa.Table) -> dict[str, Any]:
@@ -234,9 +236,9 @@ def _packed_sets(task: Task, encoder: Encoder, encoded: tokens.Tokens) -> dict[s
     held_out = is_held_out(task, encoded.ids)
     inputs = task.inputs
     sets = {}
-    for name, chosen in ((TRAINING, ~held_out), (VALIDATION, held_out)):
-        rows = np.flatnonzero(chosen)
-        own = np.repeat(chosen, encoded.sizes)
+    for name, selected in ((TRAINING, ~held_out), (VALIDATION, held_out)):
+        rows = np.flatnonzero(selected)
+        own = np.repeat(selected, encoded.sizes)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(encoded.sizes[rows])])
         packed = packing.pack(encoded.ids.take(pa.array(rows)), encoded.tokens[own], offsets,
                               sequence_length=inputs["sequence_length"], token_dtype=token_dtype(encoder),

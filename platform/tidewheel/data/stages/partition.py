@@ -80,10 +80,10 @@ def load_keys(output: Store, inputs: Mapping[str, Any], columns: tuple[str, ...]
 
 def load_documents(output: Store, inputs: Mapping[str, Any]) -> Iterator[pa.Table]:
     """Yield the remaining documents of a partition (`Part.inputs`) in order of id, a few thousand at a time."""
-    gone = _dropped(output, inputs)
+    dropped_ids = _dropped(output, inputs)
     left = 0
     for batch in read_batches(output, inputs["documents"]):
-        table = verdicts.without(pa.Table.from_batches([batch]), gone)
+        table = verdicts.without(pa.Table.from_batches([batch]), dropped_ids)
         left += len(table)
         if len(table):
             yield table
@@ -102,10 +102,10 @@ def tasks(job: Job, units: list[Published]) -> list[Task]:
     urls = job.config.step("dedup_url") is not None
     version = VERSION.using(url.VERSION) if urls else VERSION
     return [
-        Task(job.output, Unit(STAGE, f"part-{number:05d}", unit_key(
-            STAGE, settings=[number, job.partitions, str(sizes), urls], version=version, inputs=inputs), number),
+        Task(job.output, Unit(STAGE, f"part-{partition:05d}", unit_key(
+            STAGE, settings=[partition, job.partitions, str(sizes), urls], version=version, inputs=inputs), partition),
             {"urls": urls})
-        for number in range(job.partitions)
+        for partition in range(job.partitions)
     ]
 
 
@@ -150,8 +150,8 @@ def run(job: Job, runner: Runner, units: list[Published]) -> tuple[Finished, lis
                   for unit in done.units]
 
 
-def _publish_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published:
-    return publish(pending[number], table)
+def _publish_pending(pending: Mapping[int, Task], partition: int, table: pa.Table) -> Published:
+    return publish(pending[partition], table)
 
 
 def read_ingested(task: Task) -> Iterator[pa.Table]:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tidewheel import hub
 from tidewheel.data import resources
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.decontaminate.evals import EvalItem, read_eval_items
-from tidewheel.data.stages import hub_commits, near_index, one_file
+from tidewheel.data.stages import input_versions, near_index, one_file
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.sources import SourceFile, source_files
 from tidewheel.errors import InputError, StorageError
@@ -43,21 +42,20 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
             missing or invalid.
     """
     input, output = absolute(input), absolute(output)
-    commits = hub_commits.resolved([input, *config.read.paths], output)
-    config, input = one_file.of_input(config, hub_commits.at_commit(input, commits))
+    commits = input_versions.resolved([input, *config.read.paths], output)
+    config, input = one_file.of_input(config, input_versions.at_commit(input, commits))
     sources = source_files(config, input, output, commits)
     files = sources.files
     evals = _eval_items(config, input)
     tokenizer, template = _tokenizer(config, input), chat_template(config, input)
     references = _filter_files(config, input)
-    if hub.is_hub(output):
-        raise StorageError("the Hugging Face hub is read-only", where=output, fix=hub.WRITE_ELSEWHERE)
     target = store(output)
+    target.check_writable()
     if is_remote(output):
         target.check()
     elif Path(output).exists() and not Path(output).is_dir():
         raise StorageError("the output is a file, it must be a folder", where=output, fix="choose another path")
-    return Job(config, hub_commits.as_given(input, commits), output, files, partition_count(config, files), evals,
+    return Job(config, input_versions.as_given(input, commits), output, files, partition_count(config, files), evals,
                tokenizer, template, _indexes(config, input), references, commits, sources.skipped)
 
 
@@ -75,8 +73,8 @@ def content(config: PipelineConfig, *, input: str, output: str, given: bool = Fa
         InputError: as `resolve`.
     """
     input, output = absolute(input), absolute(output)
-    commits = hub_commits.resolved([input, *config.read.paths], output)
-    config, input = one_file.of_input(config, hub_commits.at_commit(input, commits))
+    commits = input_versions.resolved([input, *config.read.paths], output)
+    config, input = one_file.of_input(config, input_versions.at_commit(input, commits))
     files = source_files(config, input, output, commits).files
     references = _filter_files(config, input)
     identity: dict[str, Any] = {"files": [[file.name, file.bytes, file.fingerprint] for file in files],
@@ -152,11 +150,11 @@ def chat_template(config: PipelineConfig, input: str) -> str:
     from tidewheel.data.tokenize.chat import read_template
 
     def read(path: str) -> tuple[str, bytes | None]:
-        place, name = split(_below(input, path))
+        template_store, name = split(_below(input, path))
         try:
-            return place.at(name), place.read(name)
+            return template_store.at(name), template_store.read(name)
         except FileNotFoundError:
-            return place.at(name), None
+            return template_store.at(name), None
 
     where = ""
     values: bytes | None = None

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tidewheel import hub
 from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig, ReadConfig
 from tidewheel.data.reader import AUTO, reader_of
-from tidewheel.data.stages import code_tree, dataset_folder, hub_commits
+from tidewheel.data.stages import code_tree, dataset_folder, input_versions
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Stamp, Store, content_hash, is_remote, store
+from tidewheel.stores import versioned
 
 _PARALLEL_LOOKUPS = 16
 _WILD = "*?["
@@ -90,7 +90,7 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
         config: the recipe.
         input: URI that relative paths are resolved against.
         output: URI of the output; files below it are not input.
-        commits: commits of hub data sets, from `hub_commits.resolved`.
+        commits: versions of data sets, from `input_versions.resolved`.
 
     Raises:
         StorageError: a folder is missing, or storage fails.
@@ -106,16 +106,16 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
         return sources if limit is None else replace(sources, files=limited(sources.files, limit))
 
     def inspect(file: _Match) -> SourceFile:
-        place = file.place
+        file_store = file.place
         key = file.key
-        size = place.size(key)
+        size = file_store.size(key)
         try:
-            shape = readers.shape_of(place, key, config.read)
+            shape = readers.shape_of(file_store, key, config.read)
         except readers.UnreadableFile as error:
             shape = readers.Shape(readers.fallback(), problem=str(error),
                                   hint="correct the file, or leave it out of read.paths")
-        cut = readers.ranges(place, key, size, config.read, shape)
-        return SourceFile(place.uri, key, file.name, size, place.fingerprint(key), tuple(cut), shape)
+        cut = readers.ranges(file_store, key, size, config.read, shape)
+        return SourceFile(file_store.uri, key, file.name, size, file_store.fingerprint(key), tuple(cut), shape)
 
     with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
         files = tuple(sorted(pool.map(inspect, matches.values()), key=lambda file: file.name))
@@ -133,21 +133,21 @@ def _bundled(matches: Sequence[_Match], read: ReadConfig) -> Sources:
     """Group the files of source trees into bundles, separately for each store."""
     files: list[SourceFile] = []
     skipped = Counter[str]()
-    for place in {file.place.uri: file.place for file in matches}.values():
-        names = {file.key: file.name for file in matches if file.place.uri == place.uri}
+    for tree in {file.place.uri: file.place for file in matches}.values():
+        names = {file.key: file.name for file in matches if file.place.uri == tree.uri}
         prefix = "" if all(names[key] == key for key in names) else f"{min(names.values()).rpartition('/')[0]}: "
         with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
-            stamps = pool.map(lambda key, place=place: Stamp(key, place.size(key), ""), names)
-            kept, left_out = code_tree.readable(place, list(stamps), read)
+            stamps = pool.map(lambda key, tree=tree: Stamp(key, tree.size(key), ""), names)
+            kept, left_out = code_tree.readable(tree, list(stamps), read)
             identities = dict(zip((file.key for file in kept),
-                                  pool.map(lambda file, place=place: place.fingerprint(file.key), kept), strict=True))
+                                  pool.map(lambda file, tree=tree: tree.fingerprint(file.key), kept), strict=True))
         skipped += left_out
         bundles = code_tree.bundles(kept, read)
         for number, bundle in enumerate(bundles, 1):
             members = tuple(Member(file.key, names[file.key], file.bytes, identities[file.key]) for file in bundle)
             if members:
                 files.append(SourceFile(
-                    place.uri, "", f"{prefix}source files, bundle {number} of {len(bundles)}",
+                    tree.uri, "", f"{prefix}source files, bundle {number} of {len(bundles)}",
                     sum(member.bytes for member in members), content_hash(repr(members).encode()),
                     shape=readers.Shape(read.format_name), members=members))
     if not files:
@@ -159,21 +159,22 @@ def _bundled(matches: Sequence[_Match], read: ReadConfig) -> Sources:
 
 def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits: Mapping[str, str]) -> list[_Match]:
     is_relative = not ("://" in pattern or pattern.startswith(("/", "~")))
-    pattern = hub_commits.at_commit(pattern, commits)
+    pattern = input_versions.at_commit(pattern, commits)
     folder = _folder(pattern, input, is_relative)
     if folder is not None:
-        place, prefix = folder
-        keys: Sequence[str] = ([stamp.key for stamp in place.list(prefix)] if _is_tree(read) else
-                               dataset_folder.data_files(place, prefix, subset=read.subset, split=read.split))
+        folder_store, prefix = folder
+        keys: Sequence[str] = ([stamp.key for stamp in folder_store.list(prefix)] if _is_tree(read) else
+                               dataset_folder.data_files(folder_store, prefix, subset=read.subset, split=read.split))
     else:
-        place, rest = _locate(pattern, input, is_relative)
-        _must_exist(place)
-        keys = place.glob(rest)
-    keys = [key for key in keys if not f"{place.at(key)}/".startswith(f"{output}/")]
+        folder_store, rest = _locate(pattern, input, is_relative)
+        _must_exist(folder_store)
+        keys = folder_store.glob(rest)
+    keys = [key for key in keys if not f"{folder_store.at(key)}/".startswith(f"{output}/")]
     if not keys:
-        raise InputError(f"no file matches {pattern!r}", where=hub_commits.as_given(place.uri, commits),
+        raise InputError(f"no file matches {pattern!r}", where=input_versions.as_given(folder_store.uri, commits),
                          fix="correct --input or read.paths; patterns know *, ? and ** for any folders")
-    return [_Match(place, key, key if is_relative else hub_commits.as_given(place.at(key), commits)) for key in keys]
+    return [_Match(folder_store, key, key if is_relative else input_versions.as_given(folder_store.at(key), commits))
+            for key in keys]
 
 
 def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | None:
@@ -181,22 +182,21 @@ def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | 
     if any(mark in pattern for mark in _WILD):
         return None
     if is_relative:
-        place = store(input)
+        input_store = store(input)
         prefix = "/".join(part for part in pattern.split("/") if part not in ("", "."))
         if ".." in prefix.split("/"):
             return None
-    elif hub.is_hub(pattern):
-        named = hub.parse(pattern)
-        place = store(hub.HubUri(named.id, named.revision, "").repository)
+    elif (named := versioned(pattern)) is not None:
+        input_store = store(named.root)
         prefix = named.path
     else:
-        place, prefix = _locate(pattern.rstrip("/"), input, is_relative)
-    _must_exist(place)
+        input_store, prefix = _locate(pattern.rstrip("/"), input, is_relative)
+    _must_exist(input_store)
     if not prefix:
-        return place, ""
-    if not is_remote(place.uri):
-        return (place, prefix) if Path(place.uri, prefix).is_dir() else None
-    return (place, prefix) if not place.exists(prefix) and place.list(prefix) else None
+        return input_store, ""
+    if not is_remote(input_store.uri):
+        return (input_store, prefix) if Path(input_store.uri, prefix).is_dir() else None
+    return (input_store, prefix) if not input_store.exists(prefix) and input_store.list(prefix) else None
 
 
 def limited(files: Sequence[SourceFile], limit: int) -> tuple[SourceFile, ...]:
@@ -207,9 +207,9 @@ def limited(files: Sequence[SourceFile], limit: int) -> tuple[SourceFile, ...]:
     total = sum(file.bytes for file in files)
     exact = [limit * file.bytes / total if total else 0.0 for file in files]
     parts = [int(share) for share in exact]
-    order = sorted(range(len(files)), key=lambda number: (parts[number] - exact[number], files[number].name))
-    for number in order[: limit - sum(parts)]:
-        parts[number] += 1
+    order = sorted(range(len(files)), key=lambda index: (parts[index] - exact[index], files[index].name))
+    for index in order[: limit - sum(parts)]:
+        parts[index] += 1
     return tuple(replace(file, ranges=(), limit=part) for file, part in zip(files, parts, strict=True) if part)
 
 
@@ -222,8 +222,8 @@ def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
     if len(unreadable) <= allowed * len(files):
         return
     first = unreadable[0]
-    others = Counter(file.shape.problem for file in unreadable[1:])
-    more = "".join(f"; {count} more: {problem}" for problem, count in others.most_common(3))
+    other_problems = Counter(file.shape.problem for file in unreadable[1:])
+    more = "".join(f"; {count} more: {problem}" for problem, count in other_problems.most_common(3))
     raise InputError(f"this is {first.shape.problem}{more} ({len(unreadable)} of {len(files)} files cannot be read)",
                      where=first.name, fix=first.shape.hint)
 
@@ -238,8 +238,8 @@ def _locate(pattern: str, input: str, is_relative: bool) -> tuple[Store, str]:
     return store("/".join(parts[:wild]) or "/"), "/".join(parts[wild:])
 
 
-def _must_exist(place: Store) -> None:
-    if is_remote(place.uri):
-        place.check()
-    elif not Path(place.uri).is_dir():
-        raise StorageError("there is no such folder", where=place.uri, fix="correct --input or read.paths")
+def _must_exist(folder_store: Store) -> None:
+    if is_remote(folder_store.uri):
+        folder_store.check()
+    elif not Path(folder_store.uri).is_dir():
+        raise StorageError("there is no such folder", where=folder_store.uri, fix="correct --input or read.paths")

@@ -53,9 +53,9 @@ class Ledger:
         """
         dropped = dict(dropped or {})
         quarantined = dict(quarantined or {})
-        gone = sum(dropped.values()) + sum(quarantined.values())
-        assert documents_in == documents_out + gone, (
-            f"{name}: got {documents_in} documents, passed on {documents_out}, dropped or quarantined {gone}")
+        num_removed = sum(dropped.values()) + sum(quarantined.values())
+        assert documents_in == documents_out + num_removed, (
+            f"{name}: got {documents_in} documents, passed on {documents_out}, dropped or quarantined {num_removed}")
         if self.stages:
             before = self.stages[-1]
             assert before["documents_out"] == documents_in, (

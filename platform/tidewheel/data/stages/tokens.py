@@ -80,11 +80,11 @@ def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Token
     masks = [np.zeros(0, np.uint8)]
     sizes = [np.zeros(0, np.int64)]
     text_bytes = 0
-    gone = _Dropped()
+    dropped = _Dropped()
     for table in tables:
         text_bytes += int(pc.sum(pc.binary_length(table["text"])).as_py())
         if template:
-            flat, mask, offsets, kept = _conversations(table, encoder, template_of(template, encoder), gone)
+            flat, mask, offsets, kept = _conversations(table, encoder, template_of(template, encoder), dropped)
             masks.append(mask)
             table = table.filter(pa.array(kept))
             own = np.diff(offsets)[kept]  # refused conversations have no tokens
@@ -96,16 +96,16 @@ def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Token
         sizes.append(own)
     names = pa.chunked_array(ids, pa.string()).combine_chunks()
     return Tokens(names, np.concatenate(tokens), np.concatenate(sizes), np.concatenate(masks) if template else None,
-                  text_bytes, gone.verdicts(), gone.heads())
+                  text_bytes, dropped.verdicts(), dropped.heads())
 
 
-def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplate, gone: _Dropped
+def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplate, dropped: _Dropped
                    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return (tokens, loss mask, offsets, whether each was accepted) of the conversations in `table`."""
     metas = _metas(table, lambda meta: text_of(meta[MESSAGES]))
     encoded, refused = chat.encode(encoder, template, [meta[MESSAGES] for meta in metas],
                                    [meta.get(TOOLS) for meta in metas])
-    kept = gone.take(table, {row: (preferences.REFUSED, why) for row, why in refused.items()})
+    kept = dropped.take(table, {row: (preferences.REFUSED, why) for row, why in refused.items()})
     return encoded.tokens, encoded.loss_mask, encoded.offsets, kept
 
 
@@ -125,7 +125,7 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
     """
     rows = [preferences.preference_schema(token_dtype).empty_table()]
     text_bytes = 0
-    gone = _Dropped()
+    dropped = _Dropped()
     for table in tables:
         metas = _metas(table, lambda meta: text_of(list(chain(*pair_of(meta)))))
         pairs = [pair_of(meta) for meta in metas]
@@ -133,9 +133,9 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
         encoded = preferences.encode_pairs(encoder, template_of(template, encoder), table["id"].to_pylist(), pairs,
                                            [meta.get(TOOLS) for meta in metas], sequence_length=sequence_length,
                                            token_dtype=token_dtype)
-        gone.take(table, encoded.dropped)
+        dropped.take(table, encoded.dropped)
         rows.append(encoded.table)
-    return PairRows(pa.concat_tables(rows), text_bytes, gone.verdicts(), gone.heads())
+    return PairRows(pa.concat_tables(rows), text_bytes, dropped.verdicts(), dropped.heads())
 
 
 def _metas(table: pa.Table, text_in: Any) -> list[Mapping[str, Any]]:
@@ -163,12 +163,12 @@ class _Dropped:
         rows = sorted(dropped)
         kept[rows] = False
         if rows:
-            gone = table.take(pa.array(rows))
+            dropped_rows = table.take(pa.array(rows))
             self._verdicts.append(verdicts.drops(
-                gone["id"].combine_chunks(), [dropped[row][0] for row in rows],
+                dropped_rows["id"].combine_chunks(), [dropped[row][0] for row in rows],
                 details=[json.dumps({"told": dropped[row][1]}, sort_keys=True) for row in rows]))
-            heads = [verdicts.head(text) for text in gone["text"].to_pylist()]
-            self._heads.append(pa.table([gone["id"], pa.array(heads, pa.string())], schema=_NO_HEADS.schema))
+            heads = [verdicts.head(text) for text in dropped_rows["text"].to_pylist()]
+            self._heads.append(pa.table([dropped_rows["id"], pa.array(heads, pa.string())], schema=_NO_HEADS.schema))
         return kept
 
     def verdicts(self) -> pa.Table:

@@ -61,19 +61,19 @@ def tasks(job: Job, parts: Sequence[Part], tokenizer: Stamp | None) -> list[Task
         tokenizer: file of the tokenizer; None if the recipe does not tokenize.
     """
     step = product_of(job)
-    others: dict[str, Any] = {"seed": job.config.seed}
+    more_settings: dict[str, Any] = {"seed": job.config.seed}
     version = VERSION
     inputs: list[str] = []
     if "megatron" in step.formats:
         assert tokenizer is not None, "PipelineConfig rejects megatron without tokenize"
-        others["settings"] = settings_of(job.config.step("tokenize")).canonical()
+        more_settings["settings"] = settings_of(job.config.step("tokenize")).canonical()
         version = MEGATRON_VERSION
         inputs.append(tokenizer.hash)
     return [
         Task(job.output, Unit(STAGE, f"part-{part.number:05d}", unit_key(
-            STAGE, settings=[{**step.decisive(), **others}, part.number, job.partitions], version=version,
+            STAGE, settings=[{**step.decisive(), **more_settings}, part.number, job.partitions], version=version,
             inputs=[*inputs, *part.content()]),
-            part.number), {**part.inputs(), **step.canonical(), **others, "partitions": job.partitions,
+            part.number), {**part.inputs(), **step.canonical(), **more_settings, "partitions": job.partitions,
                            "tokenizer": tokenizer})
         for part in parts
     ]
@@ -104,8 +104,8 @@ def write_part(task: Task) -> Published:
                   for split in SPLITS for kind in inputs["formats"]}
         for documents in batches(kept.watch(load_documents(task.store, inputs)), inputs["shard_bytes"]):
             held_out = pack.is_held_out(task, documents["id"].combine_chunks())
-            for split, chosen in zip(SPLITS, (~held_out, held_out), strict=True):
-                table = documents.filter(pa.array(chosen))
+            for split, selected in zip(SPLITS, (~held_out, held_out), strict=True):
+                table = documents.filter(pa.array(selected))
                 if not len(table):
                     continue
                 batch = _tokenized(batch_of(table), table, encoder)
@@ -285,26 +285,26 @@ def commit(job: Job, units: Sequence[Published], stages: Sequence[dict[str, Any]
     """
     folder = job.store.child(FOLDER)
     tokenizer_entry: dict[str, Any] | None = None
-    others: dict[str, bytes] = {}
+    more_files: dict[str, bytes] = {}
     if "megatron" in product_of(job).formats:
         entry = pack.encoder_for(job.config, tokenizer).manifest(content_hash(tokenizer))
         tokenizer_entry = {**entry, "file": f"megatron/{entry['file']}"}
-        others[tokenizer_entry["file"]] = tokenizer
+        more_files[tokenizer_entry["file"]] = tokenizer
     manifest = describe(job, units, stages, evaluation_sets, tokenizer_entry)
     for split in SPLITS:
         files = [file for file in manifest["files"] if file["split"] == split]
         if shards := [{**file, "name": file["name"].rpartition("/")[2]} for file in files if file["format"] == "mds"]:
-            others[f"mds/{split}/index.json"] = mds_index(shards)
+            more_files[f"mds/{split}/index.json"] = mds_index(shards)
         if paths := [file for file in files if file["name"].endswith(".bin")]:
-            others[f"megatron/{split}.txt"] = "".join(
+            more_files[f"megatron/{split}.txt"] = "".join(
                 f"{file['tokens']} {file['name'].removesuffix('.bin')}\n" for file in paths).encode()
-    others["README.md"] = card.render(manifest).encode()
-    others["croissant.json"] = croissant.render(manifest).encode()
-    manifest["others"] = {name: content_hash(data) for name, data in sorted(others.items())}
-    for name, data in others.items():
+    more_files["README.md"] = card.render(manifest).encode()
+    more_files["croissant.json"] = croissant.render(manifest).encode()
+    manifest["others"] = {name: content_hash(data) for name, data in sorted(more_files.items())}
+    for name, data in more_files.items():
         folder.write(name, data)
     folder.write_json(MANIFEST, manifest)
-    kept = {MANIFEST, *others, *(file["name"] for file in manifest["files"])}
+    kept = {MANIFEST, *more_files, *(file["name"] for file in manifest["files"])}
     for stored in folder.list():
         if stored.key not in kept:
             folder.delete(stored.key)

@@ -20,7 +20,7 @@ def bits_of(chars, k):
 
 @numba.njit(nogil=True)
 def _in_label(code):
-    """1: a character that a part of a host name begins and ends with; 2: one that may be inside."""
+    """Return 1 if a part of a host name may begin and end with the character, 2 if it may only be inside, else 0."""
     if (0x30 <= code <= 0x39) or (0x41 <= code <= 0x5A) or (0x61 <= code <= 0x7A) or 0xA1 <= code <= 0xFFFF:
         return 1
     return 2 if code == 0x2D or code == 0x5F else 0
@@ -28,12 +28,13 @@ def _in_label(code):
 
 @numba.njit(nogil=True)
 def _host(chars, a, b):
-    """Whether [a, b) is host.name, perhaps with :port, perhaps with /path, ?query or #fragment.
+    """Return whether [a, b) is host.name, perhaps with :port, /path, ?query or #fragment.
 
     A letter beyond the basic plane may be in the last label only.
     """
     k = label = a
-    labels, numbers, lower, plain, last = 0, 0, True, True, False  # whole labels so far, those of digits; the open one
+    # complete labels; how many of them are numbers; whether the open label is lower-case, digits only, the last one
+    labels, numbers, lower, plain, last = 0, 0, True, True, False
     while k < b:
         code = code_of(chars, k)
         inside = _in_label(code)
@@ -68,7 +69,7 @@ def _host(chars, a, b):
 
 @numba.njit(nogil=True)
 def is_address(chars, a, b):
-    """Whether [a, b) is a URL or an e-mail address."""
+    """Return whether [a, b) is a URL or an e-mail address."""
     k = a
     while k < b:
         code = code_of(chars, k)
@@ -78,9 +79,9 @@ def is_address(chars, a, b):
     start = a
     if k - a >= 2 and k + 2 < b and code_of(chars, k) == 0x3A:
         start = k + 3 if code_of(chars, k + 1) == 0x2F and code_of(chars, k + 2) == 0x2F else a
-    found = _host(chars, start, b)
+    matches = _host(chars, start, b)
     k = a + 1
-    while k < b and not found:
-        found = code_of(chars, k) == 0x40 and _host(chars, k + 1, b)
+    while k < b and not matches:
+        matches = code_of(chars, k) == 0x40 and _host(chars, k + 1, b)
         k += 1
-    return found
+    return matches

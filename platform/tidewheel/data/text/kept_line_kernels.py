@@ -1,6 +1,6 @@
-"""Compiled passes of `measures.LineRules`: citations, the verdict on each line, and the text without the lines that go.
+"""Compiled passes of `measures.LineRules`: citations, the verdict on each line, and the text without removed lines.
 
-They read what `textpass_kernels.scan` wrote, a batch of documents at a time.
+They read the output of `textpass_kernels.scan`, one batch of documents at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONS = ("terminal_punctuation", "min_sentences", "min_words_per_line", "max_w
 
 @numba.njit(nogil=True)
 def _citation(data, i, end):
-    """Bytes of the citation at i: [12], [], [edit] or [citation needed]; 0 when there is none."""
+    """Return the length in bytes of the citation at i ([12], [], [edit] or [citation needed]); 0 if there is none."""
     if data[i] != 0x5B:
         return 0
     k = i + 1
@@ -56,11 +56,11 @@ def _citation(data, i, end):
 
 @numba.njit(nogil=True)
 def _first_citation(text, i, end):
-    """Where the first citation in bytes [i, end) begins, `end` without one. Eight bytes can be loaded anywhere."""
+    """Return where the first citation in bytes [i, end) begins, or `end`. Eight bytes can be loaded anywhere."""
     at = np.int64(text.ctypes.data)
     while i < end:
         x = load(at + i) ^ _BRACKETS
-        hits = (x - _ONES) & ~x & HIGH  # exact up to the lowest one
+        hits = (x - _ONES) & ~x & HIGH  # only the lowest set bit is exact
         if hits == 0:
             i += 8
             continue
@@ -73,9 +73,12 @@ def _first_citation(text, i, end):
 
 @compiled
 def cited_lines(text, lines, count, numbers, out, out_offsets):
-    """Lines with citations: how many. Fills numbers int32 (of the lines), out uint8 and out_offsets (the lines, bare of
-    white space at both ends, without them)."""
-    found = o = 0
+    """Return the number of lines with citations.
+
+    Fills numbers int32 (of these lines), and out uint8 with out_offsets: the lines without citations and without white
+    space at both ends.
+    """
+    num_cited = o = 0
     out_offsets[0] = 0
     for line in range(count):
         if lines[line, MARKS] & BRACKET == 0:
@@ -93,15 +96,15 @@ def cited_lines(text, lines, count, numbers, out, out_offsets):
                 out[o] = text[i]
                 o += 1
             i += max(size, 1)
-        numbers[found] = line
-        found += 1
-        out_offsets[found] = o
-    return found
+        numbers[num_cited] = line
+        num_cited += 1
+        out_offsets[num_cited] = o
+    return num_cited
 
 
 @numba.njit(nogil=True)
 def _contains(at, start, stop, phrases, first, last):
-    """Whether one of phrases [first, last) is in bytes [start, stop) of the text, in either case.
+    """Return whether one of phrases [first, last) is in bytes [start, stop) of the text, in either case.
 
     phrases uint64 [n, 3]: the first eight bytes, the last eight, the length (8 to 16).
     """
@@ -117,16 +120,16 @@ def _contains(at, start, stop, phrases, first, last):
 
 @numba.njit(nogil=True)
 def _may_contain(at, start, stop):
-    """Whether a phrase may begin in bytes [start, stop)."""
-    found = False
+    """Return whether a phrase may begin in bytes [start, stop)."""
+    begins = False
     for i in range(start, stop, 64):
-        found |= phrase_begins(at + i)
-    return found
+        begins |= phrase_begins(at + i)
+    return begins
 
 
 @numba.njit(nogil=True)
 def _is_terminal(text, start, stop):
-    """Whether the line ends with one of . ? ! " ' but not with "..."."""
+    """Return whether the line ends with one of . ? ! " ' but not with "..."."""
     if stop <= start:
         return False
     z = text[stop - 1]
@@ -140,15 +143,15 @@ def judge(text, lines, line_offsets, scanned, cited, cited_text, cited_lines_, c
           options, keep, counts):
     """Judge each line, and each document by its lines.
 
-    cited int32 [lines]: number of the line among those with citations, -1 for others; cited_text, cited_lines_,
-    cited_offsets and cited_scanned are their scan. phrases uint64 [8, 3] (`_contains`): javascript, lorem ipsum, six of
-    policies. options int64: `OPTIONS`. Fills keep uint8 [lines] and counts int64 [n, COUNTS].
+    cited int32 [lines]: index of the line among those with citations, -1 for other lines; cited_text, cited_lines_,
+    cited_offsets and cited_scanned are the scan of these lines. phrases uint64 [8, 3] (`_contains`): javascript, lorem
+    ipsum, and six about policies. options int64: `OPTIONS`. Fills keep uint8 [lines] and counts int64 [n, COUNTS].
     """
     at, cited_at = np.int64(text.ctypes.data), np.int64(cited_text.ctypes.data)
     terminal, min_sentences, min_words, max_length = options[0], options[1], options[2], options[3]
     javascript, curly_bracket, lorem_ipsum, policy = options[4], options[5], options[6], options[7]
     for d in range(len(counts)):
-        kept = sentences = verdict = with_words = 0
+        num_kept = sentences = verdict = with_words = 0
         for line in range(line_offsets[d], line_offsets[d + 1]):
             keep[line] = 0
             with_words += lines[line, CHUNKS] > 0
@@ -156,43 +159,46 @@ def judge(text, lines, line_offsets, scanned, cited, cited_text, cited_lines_, c
                 continue
             if (max_length >= 0 and lines[line, LONGEST] > max_length) or lines[line, CHUNKS] < min_words:
                 continue
-            number = np.int64(cited[line])
-            if number < 0:
-                start, stop, here = np.int64(lines[line, FIRST]), np.int64(lines[line, LAST]), at
-                found, marks, may = np.int64(lines[line, SENTENCES]), lines[line, MARKS], scanned[d, PHRASES] != 0
+            index = np.int64(cited[line])
+            if index < 0:
+                line_at = at
+                start, stop = np.int64(lines[line, FIRST]), np.int64(lines[line, LAST])
+                line_sentences, marks = np.int64(lines[line, SENTENCES]), lines[line, MARKS]
+                may = scanned[d, PHRASES] != 0
                 ends = _is_terminal(text, start, stop)
             else:
-                place = cited_offsets[number]
-                start, stop, here = np.int64(cited_lines_[place, START]), np.int64(cited_lines_[place, STOP]), cited_at
-                found, marks = np.int64(cited_lines_[place, SENTENCES]), cited_lines_[place, MARKS]
-                may = cited_scanned[number, PHRASES] != 0
+                row_of_line = cited_offsets[index]
+                line_at = cited_at
+                start, stop = np.int64(cited_lines_[row_of_line, START]), np.int64(cited_lines_[row_of_line, STOP])
+                line_sentences, marks = np.int64(cited_lines_[row_of_line, SENTENCES]), cited_lines_[row_of_line, MARKS]
+                may = cited_scanned[index, PHRASES] != 0
                 ends = _is_terminal(cited_text, start, stop)
             if terminal and not ends:
                 continue
-            may = may and _may_contain(here, start, stop)
-            if lorem_ipsum and may and _contains(here, start, stop, phrases, 1, 2):
+            may = may and _may_contain(line_at, start, stop)
+            if lorem_ipsum and may and _contains(line_at, start, stop, phrases, 1, 2):
                 verdict = LOREM
                 continue
-            if javascript and may and _contains(here, start, stop, phrases, 0, 1):
+            if javascript and may and _contains(line_at, start, stop, phrases, 0, 1):
                 continue
             if curly_bracket and marks & BRACE != 0:
                 verdict = BRACED
                 continue
-            if policy and may and _contains(here, start, stop, phrases, 2, 8):
+            if policy and may and _contains(line_at, start, stop, phrases, 2, 8):
                 continue
-            sentences += found
-            kept += 1
+            sentences += line_sentences
+            num_kept += 1
             keep[line] = 1
         if verdict == KEPT and sentences < min_sentences:
             verdict = FEW_SENTENCES
         row = counts[d]
-        row[LINES], row[KEPT_LINES] = with_words, kept
+        row[LINES], row[KEPT_LINES] = with_words, num_kept
         row[FOUND_SENTENCES], row[VERDICT] = sentences, verdict
 
 
 @numba.njit(nogil=True)
 def _bare(data, start, stop, marks):
-    """(start, stop) of the line without white space at both ends."""
+    """Return (start, stop) of the line without white space at both ends."""
     while start < stop:
         size = 1
         while start + size < stop and np.int64(data[start + size]) & 0xC0 == 0x80:
@@ -212,7 +218,7 @@ def _bare(data, start, stop, marks):
 
 @numba.njit(nogil=True)
 def _code(data, i, size):
-    """The code point of `size` bytes at i."""
+    """Return the code point of the `size` bytes at i."""
     code = np.int64(data[i])
     if size > 1:
         code &= 0x7F >> min(size, 4)
@@ -223,8 +229,10 @@ def _code(data, i, size):
 
 @numba.njit(nogil=True)
 def _copied(data, start, stop, out, o):
-    """Copy bytes [start, stop) to place o of out; the place behind them. Assigning a slice would make numba compile a
-    message about its shape."""
+    """Copy bytes [start, stop) to out from index o on; return the index after them.
+
+    Assigning a slice would make numba compile an error message about its shape.
+    """
     for k in range(start, stop):
         out[o + k - start] = data[k]
     return o + stop - start
@@ -233,11 +241,10 @@ def _copied(data, start, stop, out, o):
 @compiled
 def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_offsets, cited, keep, counts,
               keep_wordless, out, out_offsets):
-    """The documents' text without the lines that go: bytes in out, out_offsets [n+1]. Of a document that is dropped,
-    all of it.
+    """Write the documents' texts without removed lines to out, with out_offsets [n+1]. A dropped document is whole.
 
-    keep_wordless int64: whether a line without words stays. A last line of characters that the clean copy leaves out
-    is not among `lines`.
+    keep_wordless int64: whether a line without words stays. A last line that has only characters which the clean copy
+    leaves out is not among `lines`.
     """
     o = 0
     out_offsets[0] = 0
@@ -247,7 +254,7 @@ def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_of
             o = _copied(data, i, end, out, o)
         else:
             begun = o
-            same = scanned[d, BYTES] == end - i  # the lines are where they were in the clean copy
+            same = scanned[d, BYTES] == end - i  # lines are at the same offsets as in the clean copy
             shift = i - text_offsets[d]
             for line in range(line_offsets[d], line_offsets[d + 1]):
                 if same:

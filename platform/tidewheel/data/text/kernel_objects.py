@@ -196,10 +196,10 @@ def read(file: Path) -> tuple[dict[str, Any], bytes]:
 
 @functools.cache
 def _loaded() -> _Loaded | None:
-    chosen = level()
-    if chosen is None:
+    level_name = level()
+    if level_name is None:
         return None
-    header, elf = read(path(chosen))
+    header, elf = read(path(level_name))
     if header["format"] != FORMAT:
         return None
     binding.initialize_native_target()

@@ -99,7 +99,7 @@ def _pointer(builder, address, kind):
 
 
 def _loader(kind):
-    """An intrinsic: the number of this kind at an address."""
+    """Return an intrinsic that loads a number of this kind from an address."""
     @intrinsic
     def load(typing_context, address):
         def generate(context, builder, signature, arguments):
@@ -109,7 +109,7 @@ def _loader(kind):
 
 
 def _storer(kind):
-    """An intrinsic: write a number of this kind at an address."""
+    """Return an intrinsic that writes a number of this kind to an address."""
     @intrinsic
     def store(typing_context, address, value):
         def generate(context, builder, signature, arguments):
@@ -126,7 +126,7 @@ load_signed, store, store8, store_signed = (
 
 @intrinsic
 def trailing_zeros(typing_context, value):
-    """Number of zero bits below the lowest one; 64 for 0."""
+    """Return the number of zero bits below the lowest set bit; 64 for 0."""
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
     return types.int64(types.uint64), generate
@@ -140,7 +140,7 @@ def _vector(builder, address, shift=0):
 
 @intrinsic
 def plain(typing_context, address):
-    """Whether the 64 bytes there are all ASCII and none is a carriage return."""
+    """Return whether the 64 bytes at an address are ASCII without a carriage return."""
     def generate(context, builder, signature, arguments):
         kind, block = _vector(builder, arguments[0])
         zero, turn = ir.Constant(kind, [0] * 64), ir.Constant(kind, [13] * 64)
@@ -150,9 +150,9 @@ def plain(typing_context, address):
 
 
 def _any_of(*words):
-    """An intrinsic: whether one of the ASCII words begins, in either case, in the 64 bytes at an address."""
+    """Return an intrinsic: whether one of the ASCII words begins, in either case, in the 64 bytes at an address."""
     @intrinsic
-    def found(typing_context, address):
+    def begins(typing_context, address):
         def generate(context, builder, signature, arguments):
             hits, blocks = None, {}
             for word in words:
@@ -166,7 +166,7 @@ def _any_of(*words):
                 hits = hit if hits is None else builder.or_(hits, hit)
             return builder.icmp_signed("!=", builder.bitcast(hits, ir.IntType(64)), ir.Constant(ir.IntType(64), 0))
         return types.boolean(types.int64), generate
-    return found
+    return begins
 
 
 phrase_begins = _any_of("javas", "lorem", "polic", "cooki", "ms of")  # of one of the phrases of C4
@@ -174,21 +174,21 @@ phrase_begins = _any_of("javas", "lorem", "polic", "cooki", "ms of")  # of one o
 
 @numba.njit(nogil=True, inline="always")
 def letters(x):
-    """The high bit of each byte of x that is an ASCII letter."""
+    """Return the high bit of each byte of x that is an ASCII letter."""
     low = (x | TO_LOWER) & _LOW7
     return (low + _FROM_A) & ~(low + _BEHIND_Z) & ~x & HIGH
 
 
 @numba.njit(nogil=True, inline="always")
 def digits(x):
-    """The high bit of each byte of x that is an ASCII digit."""
+    """Return the high bit of each byte of x that is an ASCII digit."""
     low = x & _LOW7
     return (low + _FROM_0) & ~(low + _BEHIND_9) & ~x & HIGH
 
 
 @numba.njit(nogil=True)
 def decode(at, i, end):
-    """(code point, bytes) of the UTF-8 character at i; a broken one is code point 0, one byte."""
+    """Return (code point, bytes) of the UTF-8 character at i; a broken one is code point 0 with one byte."""
     b = np.int64(load8(at + i))
     if b < 0x80:
         return b, 1
@@ -215,7 +215,7 @@ def absorb(h, chunk):
 
 @numba.njit(nogil=True)
 def finish(h, chunk, length):
-    """Last partial chunk and the length, then the 64-bit murmur finaliser."""
+    """Return the hash after the last partial chunk and the length, finalised by murmur's 64-bit mixer."""
     h = absorb(h, chunk) ^ np.uint64(length)
     h = (h ^ (h >> _U33)) * FMIX_1
     h = (h ^ (h >> _U33)) * FMIX_2
@@ -224,13 +224,13 @@ def finish(h, chunk, length):
 
 @numba.njit(nogil=True)
 def mask(length):
-    """Ones in the lowest `length` bytes, 0 to 8 of them."""
+    """Return ones in the lowest `length` bytes, 0 to 8 of them."""
     return (_U1 << np.uint64(8 * length)) - _U1 if length < 8 else ~_U0
 
 
 @numba.njit(nogil=True)
 def hash_bytes(at, start, stop):
-    """64-bit hash of bytes [start, stop) of the text at an address."""
+    """Return the 64-bit hash of bytes [start, stop) of the text at an address."""
     h, i = SEED, start
     while i + 8 <= stop:
         h = absorb(h, load(at + i))
@@ -240,13 +240,13 @@ def hash_bytes(at, start, stop):
 
 @compiled
 def hash_at(at, start, stop):
-    """`hash_bytes`, for Python."""
+    """Return `hash_bytes`; callable from Python."""
     return hash_bytes(at, start, stop)
 
 
 @numba.njit(nogil=True)
 def key_of(at, start, stop):
-    """The bytes themselves up to 8, else their hash."""
+    """Return up to 8 bytes as they are, and the hash of more."""
     if stop - start <= 8:
         return load(at + start) & mask(stop - start)
     return hash_bytes(at, start, stop)

@@ -27,11 +27,11 @@ _S8, _S64, _S0 = np.uint64(8), np.uint64(64), np.uint64(0)
 @compiled
 def scan_words(data, offsets, first, last, entries, blob, ascii_letters, keep_digits,
                out, out_offsets, hashes, starts, ends, word_offsets):
-    """Words of documents [first, last): one pass over their bytes.
+    """Find the words of documents [first, last) in one pass over their bytes.
 
     Fills out (uint8: normalised text) and out_offsets [n+1]; hashes uint64, starts and ends int64 (bytes
     from the document's start) of each word; word_offsets [n+1]. ascii_letters [256]: the lower-case
-    letter, or 0. Returns nothing; the caller sizes the buffers (3 bytes, half a word per byte).
+    letter, or 0. The caller sizes the buffers: 3 bytes and half a word per input byte.
     """
     at = np.int64(data.ctypes.data)
     o = np.int64(0)
@@ -47,7 +47,7 @@ def scan_words(data, offsets, first, last, entries, blob, ascii_letters, keep_di
         first_word = w
         while i < end:
             small = ascii_letters[data[i]]
-            if small != 0 and is_open and not solo:  # inside an ASCII word: most bytes end here
+            if small != 0 and is_open and not solo:  # most bytes are inside an ASCII word
                 in_digits = False
                 out[o] = small
                 o += 1

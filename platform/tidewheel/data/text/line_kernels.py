@@ -1,7 +1,7 @@
 """Compiled passes over lines, paragraphs and n-grams, for `textpass`.
 
-They read what `textpass_kernels.scan` wrote, a batch of documents at a time. Two strings count as equal when their
-64-bit hashes are.
+They read the output of `textpass_kernels.scan`, one batch of documents at a time. Two strings count as equal if their
+64-bit hashes are equal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tidewheel.data.text.textpass_kernels import BYTES, CHARACTERS, CHUNKS, FIRS
 
 _U0, _U32, _LOW32 = np.uint64(0), np.uint64(32), np.uint64(0xFFFFFFFF)
 
-# A table of keys: 16 bytes a slot, the key, then epoch << 32 | value. A slot of another epoch is free. Where the value
-# leads to the key, a table of places does: 8 bytes a slot, so that twice as many are in the cache.
+# A table of keys has 16 bytes per slot: the key, then epoch << 32 | value. A slot of another epoch is free. Where the
+# value is the index of the key, a table of indices suffices: 8 bytes per slot, so that twice as many fit in the cache.
 
 
 @numba.njit(nogil=True)
 def _slot(table, shift, key, epoch):
-    """Address of the slot where the key is, or is to go."""
+    """Return the address of the slot that holds the key, or of the free slot for it."""
     mask = (np.int64(1) << (64 - shift)) - 1
     slot = np.int64((key * MULTIPLIER) >> np.uint64(shift))
     while np.int64(load(table + 16 * slot + 8) >> _U32) == epoch and load(table + 16 * slot) != key:
@@ -38,7 +38,7 @@ def _slot(table, shift, key, epoch):
 
 @numba.njit(nogil=True)
 def _first(table, shift, key, epoch, value):
-    """The value that the key was first given."""
+    """Return the first value stored for the key in this epoch; store `value` if there is none."""
     slot = _slot(table, shift, key, epoch)
     stamp = load(slot + 8)
     fresh = np.uint64(epoch) << _U32 | np.uint64(value)
@@ -50,7 +50,7 @@ def _first(table, shift, key, epoch, value):
 
 @numba.njit(nogil=True)
 def _shift(count):
-    """Shift for `_slot` that makes a table of at least twice `count` slots."""
+    """Return the shift for `_slot` that gives a table at least twice `count` slots."""
     shift = 60
     while (np.int64(1) << (64 - shift)) < 2 * count:
         shift -= 1
@@ -58,13 +58,13 @@ def _shift(count):
 
 
 def table_bytes(count: int) -> int:
-    """Size of the table for `count` keys."""
+    """Return the size in bytes of a table for `count` keys."""
     return 16 << max(4, int(2 * count - 1).bit_length())
 
 
 @numba.njit(nogil=True)
 def _last_code(text, start, stop):
-    """The code point that ends at `stop`, 0 for none."""
+    """Return the code point that ends at `stop`; 0 if there is none."""
     i = stop - 1
     while i > start and np.int64(text[i]) & 0xC0 == 0x80:
         i -= 1
@@ -72,7 +72,7 @@ def _last_code(text, start, stop):
         return np.int64(0)
     code = np.int64(text[i])
     if code >= 0x80:
-        code &= 0x7F >> min(stop - i, 4)  # the leading byte has as many ones as the character bytes
+        code &= 0x7F >> min(stop - i, 4)  # the leading byte has one leading 1 for each byte of the character
         for j in range(i + 1, stop):
             code = code << 6 | (np.int64(text[j]) & 0x3F)
     return min(code, 0x10FFFF)
@@ -80,7 +80,7 @@ def _last_code(text, start, stop):
 
 @compiled
 def bullet_counts(text, lines, line_offsets, sizes, counts):
-    """Lines of each document, and how many start with a bullet and end in an ellipsis: counts [n, 3] int64."""
+    """Count each document's lines, those that start with a bullet and those that end in an ellipsis: int64 [n, 3]."""
     for d in range(len(counts)):
         row = counts[d]
         for line in range(line_offsets[d], line_offsets[d + 1]):
@@ -100,7 +100,7 @@ def bullet_counts(text, lines, line_offsets, sizes, counts):
 
 @compiled
 def line_hashes(text, lines, count, hashes):
-    """The hash of each line, uint64."""
+    """Compute the hash of each line, uint64."""
     at = np.int64(text.ctypes.data)
     for line in range(count):
         hashes[line] = hash_bytes(at, np.int64(lines[line, START]), np.int64(lines[line, STOP]))
@@ -108,10 +108,10 @@ def line_hashes(text, lines, count, hashes):
 
 @compiled
 def line_counts(text, text_offsets, lines, line_offsets, hashes, scanned, table, epoch, terminal, short, counts):
-    """Counts of a batch of documents into counts [n, 6] int64 (zeros), columns `measures.LINE_COUNTS`.
+    """Count the lines of documents by kind, into counts [n, 6] int64 (zeros) with columns `measures.LINE_COUNTS`.
 
-    terminal: uint8 [0x110000], 1 of terminal punctuation; short: most characters of a short line; table: uint8, of
-    `table_bytes` for the most lines; epoch: the last one used in it. Uses as many as documents.
+    terminal: uint8 [0x110000], 1 for terminal punctuation; short: most characters of a short line; table: uint8, of
+    `table_bytes` for the largest number of lines; epoch: the last one used in it. Each document uses one epoch.
     """
     at = np.int64(table.ctypes.data)
     for d in range(len(counts)):
@@ -135,7 +135,7 @@ def line_counts(text, text_offsets, lines, line_offsets, hashes, scanned, table,
 
 @numba.njit(nogil=True)
 def _duplicates(text_at, lines, first, last, hashes, line_table, paragraph_table, epoch, row):
-    """Fill row[1:7] of `measures.REPETITION` from lines [first, last) of a document."""
+    """Fill row[1:7] (columns `measures.REPETITION`) from lines [first, last) of a document."""
     while first < last and lines[first, CHUNKS] == 0:  # white space at both ends does not count
         first += 1
     while first < last and lines[last - 1, CHUNKS] == 0:
@@ -151,9 +151,9 @@ def _duplicates(text_at, lines, first, last, hashes, line_table, paragraph_table
             if (line == first and lines[line, FIRST] > start) or (line == last - 1 and lines[line, LAST] < stop):
                 bare_start = np.int64(lines[line, FIRST]) if line == first else start
                 bare_stop = np.int64(lines[line, LAST]) if line == last - 1 else stop
-                characters -= _continuations(text_at, start, bare_start) + _continuations(text_at, bare_stop, stop)
+                characters -= _characters(text_at, start, bare_start) + _characters(text_at, bare_stop, stop)
                 key = hash_bytes(text_at, bare_start, bare_stop)
-        if start == stop:  # an empty line, or the end: a paragraph is over
+        if start == stop:  # an empty line, or the end, ends a paragraph
             if begun >= 0:
                 row[4] += 1
                 if _first(paragraph_table, shift, paragraph, epoch, begun) != begun:
@@ -171,8 +171,8 @@ def _duplicates(text_at, lines, first, last, hashes, line_table, paragraph_table
 
 
 @numba.njit(nogil=True)
-def _continuations(at, start, stop):
-    """Characters that begin in bytes [start, stop)."""
+def _characters(at, start, stop):
+    """Return the number of characters that begin in bytes [start, stop)."""
     count = 0
     for i in range(start, stop):
         count += load(at + i) & np.uint64(0xC0) != np.uint64(0x80)
@@ -181,44 +181,45 @@ def _continuations(at, start, stop):
 
 @numba.njit(nogil=True)
 def _first_token(table, shift, keys, epoch, t):
-    """The first place with the token of place t. The table is one of places."""
+    """Return the index of the first token equal to token t. The table is one of indices."""
     key = load(keys + 8 * t)
     last = (np.int64(1) << (64 - shift)) - 1
     slot = np.int64((key * MULTIPLIER) >> np.uint64(shift))
     while True:
-        found = load(table + 8 * slot)
-        if np.int64(found >> _U32) != epoch:
+        entry = load(table + 8 * slot)
+        if np.int64(entry >> _U32) != epoch:
             store(table + 8 * slot, np.uint64(epoch) << _U32 | np.uint64(t))
             return t
-        place = np.int64(found & _LOW32)
-        if load(keys + 8 * place) == key:
-            return place
+        index = np.int64(entry & _LOW32)
+        if load(keys + 8 * index) == key:
+            return index
         slot = (slot + 1) & last
 
 
 @numba.njit(nogil=True)
 def _first_pair(table, shift, ids, epoch, t):
-    """The first place whose pair ids[t], ids[t + 1] (int32) is that of place t."""
+    """Return the first index with the same pair ids[index], ids[index + 1] (int32) as index t."""
     key = load(ids + 4 * t)
     last = (np.int64(1) << (64 - shift)) - 1
     slot = np.int64((key * MULTIPLIER) >> np.uint64(shift))
     while True:
-        found = load(table + 8 * slot)
-        if np.int64(found >> _U32) != epoch:
+        entry = load(table + 8 * slot)
+        if np.int64(entry >> _U32) != epoch:
             store(table + 8 * slot, np.uint64(epoch) << _U32 | np.uint64(t))
             return t
-        place = np.int64(found & _LOW32)
-        if load(ids + 4 * place) == key:
-            return place
+        index = np.int64(entry & _LOW32)
+        if load(ids + 4 * index) == key:
+            return index
         slot = (slot + 1) & last
 
 
 @numba.njit(nogil=True)
 def _ngrams(keys, places, tokens, ids, counts, live, marks, table, epoch, row):
-    """Top 2..4-gram characters into row[7:10], duplicate 5..10-gram characters into row[10:16]; the next epoch.
+    """Fill row[7:10] with top 2..4-gram characters and row[10:16] with duplicate 5..10-gram characters.
 
-    `live` lists the places whose n-gram occurs more than once; only where two neighbouring (n-1)-grams
-    do, the n-gram can. ids[n % 2] holds the place where the n-gram of a place was first seen, those of n - 1 beside it.
+    Returns the last epoch used. `live` lists the tokens whose n-gram occurs more than once. An n-gram can repeat only
+    if both of its (n-1)-grams do. ids[n % 2] holds for each token the first occurrence of its n-gram; the other row
+    holds those of n - 1.
     """
     shift = _shift(tokens)
     own = ids[1]
@@ -232,7 +233,7 @@ def _ngrams(keys, places, tokens, ids, counts, live, marks, table, epoch, row):
     for t in range(tokens):
         live[size] = t
         size += counts[own[t]] > 1
-    for n in range(2, 11):  # branches that nothing foretells are sums instead
+    for n in range(2, 11):  # unpredictable branches are written as sums
         candidates = 0
         for j in range(size - 1):
             t = live[j]
@@ -240,11 +241,11 @@ def _ngrams(keys, places, tokens, ids, counts, live, marks, table, epoch, row):
             candidates += live[j + 1] == t + 1
         epoch += 1
         shift = _shift(candidates)
-        before, own = np.int64(own.ctypes.data), ids[n % 2]
+        previous, own = np.int64(own.ctypes.data), ids[n % 2]
         for j in range(candidates):
             t = np.int64(live[j])
             counts[t] = 0
-            first = _first_pair(table, shift, before, epoch, t)
+            first = _first_pair(table, shift, previous, epoch, t)
             own[t] = first
             counts[first] += 1
         size = 0
@@ -278,10 +279,10 @@ def _ngrams(keys, places, tokens, ids, counts, live, marks, table, epoch, row):
 @compiled
 def repetition_counts(text, keys, places, token_offsets, lines, line_offsets, hashes, scanned, line_table,
                       paragraph_table, token_table, epoch, counts):
-    """Counts of a batch of documents into counts [n, 16] int64 (zeros), columns as `measures.REPETITION`.
+    """Count repetition in a batch of documents, into counts [n, 16] int64 (zeros), columns `measures.REPETITION`.
 
-    line_table, paragraph_table, token_table: uint8, of `table_bytes` for the most lines, twice, and the most tokens;
-    epoch: the last one used in them. Returns the last one then.
+    line_table, paragraph_table, token_table: uint8, of `table_bytes` for the most lines, lines and tokens;
+    epoch: the last one used in them. Returns the last epoch used.
     """
     text_at, lines_at, paragraphs_at, tokens_at = (
         np.int64(text.ctypes.data), np.int64(line_table.ctypes.data), np.int64(paragraph_table.ctypes.data),

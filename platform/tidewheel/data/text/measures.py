@@ -75,9 +75,9 @@ class Measures:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
 
     def covers(self, other: Measures) -> bool:
-        """Return whether these measures include those that `other` requests."""
-        mine = self.asked()
-        return all(mine.get(name) == value for name, value in other.asked().items())
+        """Return whether these measures include all measures that `other` requests."""
+        own = self.asked()
+        return all(own.get(name) == value for name, value in other.asked().items())
 
     @classmethod
     def of_all(cls, several: Iterable[Measures | None]) -> Measures:

@@ -1,9 +1,9 @@
 """The compiled pass behind `textpass`: a document's tokens, words and lines, each read once.
 
 A document is copied without dropped characters (see `unicode_table`) and with "\\r\\n" as "\\n", padded with spaces
-so that eight bytes can be loaded anywhere; what follows works on that copy. White space cuts it into chunks. A chunk
-of ASCII letters, perhaps with one mark behind it, takes the short way; every other one is decoded and cut by
-`token_kernels`. Strings count as equal when their 64-bit keys are.
+so that eight bytes can be loaded anywhere. Everything else works on that copy. White space cuts it into chunks. A chunk
+of ASCII letters, perhaps followed by one mark, takes a fast path; `token_kernels` decodes and cuts all others. Strings
+count as equal if their 64-bit keys are equal.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from tidewheel.data.text.unicode_table import (
 
 PADDING = 128  # bytes behind a document's copy
 STOP_WORD_MULTIPLIER = 0xA648A7DD06839EB9  # no two stop words share the top four bits of their key times this
-EDGE, GAP = 2, 1  # of an ASCII byte: a mark that a word may end with; white space
+EDGE, GAP = 2, 1  # kinds of ASCII bytes: a mark that may end a word; white space
 _STOP_MULTIPLIER = np.uint64(STOP_WORD_MULTIPLIER)
 _U0, _U1, _U7, _U60 = (np.uint64(n) for n in (0, 1, 7, 60))
 
 
 @numba.njit(nogil=True)
 def _clean(data, i, end, entries, out):
-    """Copy a document into out as described above; (bytes, characters) of the copy. Pads it with spaces."""
+    """Copy a document into out as described above, padded with spaces; return (bytes, characters) of the copy."""
     o = characters = np.int64(0)
     source, target = np.int64(data.ctypes.data), np.int64(out.ctypes.data)
     limit = len(data) - 64
@@ -101,7 +101,7 @@ BRACKET, BRACE = 1, 2  # bits of MARKS
 
 @numba.njit(nogil=True)
 def _phrases(at, start, end):
-    """Whether a phrase of C4 may begin in [start, end)."""
+    """Return 1 if a phrase of C4 may begin in [start, end), else 0."""
     for i in range(start, end, 64):
         if phrase_begins(at + i):
             return 1
@@ -112,13 +112,13 @@ def _phrases(at, start, end):
 def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_keys, special_words, want_tokens,
          want_words, scratch, text, text_offsets, keys, places, token_offsets,
          words, word_offsets, out, out_offsets, lines, line_offsets, counts):
-    """Tokens, words and lines of documents [first, last).
+    """Split documents [first, last) into tokens, words and lines.
 
-    Fills, for n documents: text uint8 (the clean copies) and text_offsets [n]; keys uint64 (a token's bytes, or their
-    hash) and token_offsets [n+1]; places int32, the characters of a document's tokens before each and after the last
+    Fills for n documents: text uint8 (the clean copies) and text_offsets [n]; keys uint64 (a token's bytes, or their
+    hash) and token_offsets [n+1]; places int32, the number of token characters before each token and after the last one
     (those of document d begin at token_offsets[d] + d); words uint64 and word_offsets [n+1], out uint8 and out_offsets
     [n+1] (the normalised text with its digits), as `kernels.scan_words`; lines int32 [:, LINE] and line_offsets [n+1];
-    counts int64 [n, COUNTS]. ascii_kinds [256]: EDGE, GAP or 0 of a byte. stop_keys [16]: a perfect hash table.
+    counts int64 [n, COUNTS]. ascii_kinds [256]: EDGE, GAP or 0 for each byte. stop_keys [16]: a perfect hash table.
     scratch: int64, four for each byte of the longest document and 32 more.
     """
     at, out_at = np.int64(text.ctypes.data), np.int64(out.ctypes.data)
@@ -141,7 +141,7 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
         place, symbols, symbol_characters, alphabetic, hashes, ellipses = 0, 0, 0, 0, 0, 0
         stop_words = np.int64(0)
         extra = np.int64(0)  # bytes beyond the first of each character so far
-        # of the open line
+        # state of the open line
         begun, begun_extra, start, stop, chunks, most, sentences, seen, flags = i, extra, i, i, 0, 0, 0, 0, 0
         while i < end:
             kind = ascii_kinds[text[i]]
@@ -180,7 +180,7 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                             break
                         h_raw = absorb(h_raw, key)
                         h = absorb(h, low)
-                    # as key_of: of exactly 8 bytes the bytes themselves
+                    # like key_of: exactly 8 bytes are their own key
                     key = load(at + i) if length == 8 else finish(h_raw, key, length)
                 j = i + length
                 kind = ascii_kinds[text[j]]
@@ -223,7 +223,7 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                         seen = np.int64(text[j] == 0x2E or text[j] == 0x21 or text[j] == 0x3F)
                         j += 1
                     stop = j
-                    i = j + (text[j] == 32)  # a space is no line's end; the padding is spaces
+                    i = j + (text[j] == 32)  # skip a space, which ends no line; the padding consists of spaces
                     continue
             count, bits = decode_chunk(at, i, end, marks_at, spots, chars)
             if count == 0:  # white space beyond ASCII
@@ -254,18 +254,18 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                         ellipses += code == 0x2026
                         hashes += code == 0x23
                         flags |= (code == 0x5B) * BRACKET | (code == 0x7B) * BRACE
-            before = t
+            first_of_chunk = t
             if not want_tokens:
                 chunks += 1
                 i = j
                 continue
-            cut = cut_plain(at, spots, chars, count, bits, specials, keys_at + 8 * before, facts)
+            cut = cut_plain(at, spots, chars, count, bits, specials, keys_at + 8 * first_of_chunk, facts)
             if cut == 0:
-                cut = cut_chunk(at, spots, chars, count, bits, specials, stack, keys_at + 8 * before, facts)
-                cut = join_emoticons(cut, specials, keys_at + 8 * before, facts)
+                cut = cut_chunk(at, spots, chars, count, bits, specials, stack, keys_at + 8 * first_of_chunk, facts)
+                cut = join_emoticons(cut, specials, keys_at + 8 * first_of_chunk, facts)
             t += cut
-            for k in range(before, t):
-                kind, length = get(facts, k - before) & 0xFFFF, get(facts, k - before) >> 16
+            for k in range(first_of_chunk, t):
+                kind, length = get(facts, k - first_of_chunk) & 0xFFFF, get(facts, k - first_of_chunk) >> 16
                 places[k + d] = place
                 place += length
                 alphabetic += kind & LETTER != 0
@@ -275,9 +275,9 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                 slot = np.int64((keys[k] * _STOP_MULTIPLIER) >> _U60)
                 stop_words |= np.int64(stop_keys[slot] == keys[k]) << slot
                 if kind & SENTENCE != 0:
-                    sentences += (chunks == 0) & (k == before)
+                    sentences += (chunks == 0) & (k == first_of_chunk)
                     seen = 1
-                elif (chunks == 0 and k == before) or (seen != 0 and kind & PUNCTUATION == 0):
+                elif (chunks == 0 and k == first_of_chunk) or (seen != 0 and kind & PUNCTUATION == 0):
                     sentences += 1
                     seen = 0
             chunks += 1

@@ -1,7 +1,8 @@
 """The tokens and normalised words of one chunk (no white space), by the rules of `gopher_quality` and `text`.
 
-Its characters are int64 at an address: code << 16 | bits of `token_table`. So are their places in the text, and its
-tokens: characters << 16 | LETTER if there is one and those of SYMBOL, PUNCTUATION and SENTENCE that all have.
+All of these are int64 arrays, passed by address: the chunk's characters (code << 16 | bits of `token_table`), their
+byte offsets in the text (`places`), and its tokens. A token is characters << 16 | bits: LETTER if any character has it;
+SYMBOL, PUNCTUATION and SENTENCE if all characters have it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ from tidewheel.data.text.unicode_table import (
     SOLO,
 )
 
-SPECIAL_FILTER, SPECIAL_SLOTS, SPECIAL_BYTES = 1024, 4096, 16  # words of filter; keys, and cuts; longest of them
+# 64-bit words of the filter of special words; slots of their keys, and of their cuts; bytes of the longest one
+SPECIAL_FILTER, SPECIAL_SLOTS, SPECIAL_BYTES = 1024, 4096, 16
 _CUTS = ~np.int64(ALPHA | LOWER | UPPER | STOPS | LETTER)  # a character without these bits is inside a word
 _U0, _U1, _U6, _U8, _U32, _U48, _U52, _U57, _U63, _U64, _U97, _U122, _U128 = (
     np.uint64(n) for n in (0, 1, 6, 8, 32, 48, 52, 57, 63, 64, 97, 122, 128))
@@ -70,35 +72,35 @@ _U0, _U1, _U6, _U8, _U32, _U48, _U52, _U57, _U63, _U64, _U97, _U122, _U128 = (
 
 @numba.njit(nogil=True)
 def maybe_special(key, specials):
-    """False for nearly every key that is not in the table of special words, True for those that are."""
-    place = (key * MULTIPLIER) >> _U48
-    return (load(specials + 8 * np.int64(place >> _U6)) >> (place & _U63)) & _U1 != _U0
+    """Return True for every key in the table of special words, and False for nearly all other keys."""
+    bit = (key * MULTIPLIER) >> _U48
+    return (load(specials + 8 * np.int64(bit >> _U6)) >> (bit & _U63)) & _U1 != _U0
 
 
 @numba.njit(nogil=True)
 def _find_special(key, specials):
-    """Slot of a word with cuts of its own, -1 for others."""
+    """Return the slot of a special word; -1 for other words."""
     if not maybe_special(key, specials):
         return np.int64(-1)
     slot = np.int64((key * MULTIPLIER) >> _U52)
     while True:
-        found = load(specials + 8 * (SPECIAL_FILTER + slot))
-        if found == key:
+        entry = load(specials + 8 * (SPECIAL_FILTER + slot))
+        if entry == key:
             return slot
-        if found == _U0:
+        if entry == _U0:
             return np.int64(-1)
         slot = (slot + 1) & (SPECIAL_SLOTS - 1)
 
 
 @numba.njit(nogil=True)
 def _special(at, start, stop, specials):
-    """Slot of bytes [start, stop) as a word with cuts of its own, -1 for others."""
+    """Return the slot of bytes [start, stop) if they are a special word, else -1."""
     return np.int64(-1) if stop - start > SPECIAL_BYTES else _find_special(key_of(at, start, stop), specials)
 
 
 @numba.njit(nogil=True)
 def _prefix(chars, a, b):
-    """Characters at the start of [a, b) that are a token of their own."""
+    """Return the number of characters at the start of [a, b) that form a separate token."""
     code = code_of(chars, a)
     if bits_of(chars, a) & OPENS != 0:
         return 1
@@ -119,7 +121,10 @@ def _prefix(chars, a, b):
 
 @numba.njit(nogil=True)
 def _suffix(at, places, chars, a, b, numerals, specials):
-    """Characters at the end of [a, b) that are a token of their own; numerals: whether the chunk has any."""
+    """Return the number of characters at the end of [a, b) that form a separate token.
+
+    numerals: whether the chunk has numerals.
+    """
     if a >= b:
         return 0
     last = b - 1
@@ -150,15 +155,15 @@ def _suffix(at, places, chars, a, b, numerals, specials):
     if k >= a and k < last and bits_of(chars, k) & NUMERAL != 0:
         key = key_of(at, get(places, k + 1), get(places, b))
         units = SPECIAL_FILTER + 2 * SPECIAL_SLOTS
-        for place in range(units + 1, units + 1 + get(specials, units)):
-            if load(specials + 8 * place) == key:
+        for unit in range(units + 1, units + 1 + get(specials, units)):
+            if load(specials + 8 * unit) == key:
                 return b - k - 1
     return 0
 
 
 @numba.njit(nogil=True)
 def _infix(chars, k, a, b):
-    """Characters at k inside [a, b) that cut it."""
+    """Return the number of characters at k, inside [a, b), that cut it."""
     code = code_of(chars, k)
     if code == 0x2E and k + 1 < b and code_of(chars, k + 1) == 0x2E:
         stop = k + 1
@@ -192,7 +197,7 @@ def _infix(chars, k, a, b):
 
 @numba.njit(nogil=True)
 def _emit(at, places, chars, a, b, keys, facts, t):
-    """Write the token of characters [a, b) as number t of the chunk; the next number."""
+    """Write characters [a, b) as token number t of the chunk; return the next number."""
     either, both = np.int64(0), np.int64(SYMBOL | PUNCTUATION | SENTENCE)
     for k in range(a, b):
         bits = bits_of(chars, k)
@@ -207,8 +212,11 @@ def _emit(at, places, chars, a, b, keys, facts, t):
 
 @numba.njit(nogil=True)
 def cut_plain(at, places, chars, count, before, specials, keys, facts):
-    """As `cut_chunk` for most chunks: one character, or a word of letters, perhaps with one mark behind it; 0 tokens
-    for every other chunk. before: bits of the characters before the last (`decode_chunk`)."""
+    """Write the tokens of a plain chunk and return their number; return 0 for any other chunk.
+
+    Most chunks are plain: one character, or a word of letters, perhaps followed by one mark.
+    before: bits of the characters before the last (`decode_chunk`).
+    """
     last = bits_of(chars, count - 1)
     if count == 1:
         return _emit(at, places, chars, 0, 1, keys, facts, 0)
@@ -233,7 +241,7 @@ def cut_plain(at, places, chars, count, before, specials, keys, facts):
 
 @numba.njit(nogil=True)
 def cut_chunk(at, places, chars, count, before, specials, stack, keys, facts):
-    """Write the tokens of a decoded chunk of `count` characters; their number. before: as for `cut_plain`."""
+    """Write the tokens of a decoded chunk of `count` characters and return their number; see `cut_plain`."""
     either = before | bits_of(chars, count - 1)
     numerals = either & NUMERAL != 0
     a, b, peeled, last, t = 0, count, 0, -1, 0
@@ -270,8 +278,8 @@ def cut_chunk(at, places, chars, count, before, specials, stack, keys, facts):
         start = a
         while cuts != 0:
             stop = start
-            place = get(places, start) + (cuts & 15)
-            while get(places, stop) < place:
+            offset = get(places, start) + (cuts & 15)
+            while get(places, stop) < offset:
                 stop += 1
             t = _emit(at, places, chars, start, stop, keys, facts, t)
             start, cuts = stop, cuts >> 4
@@ -305,7 +313,7 @@ def cut_chunk(at, places, chars, count, before, specials, stack, keys, facts):
 
 @numba.njit(nogil=True)
 def join_emoticons(count, specials, keys, facts):
-    """Join neighbouring tokens of one character that make an emoticon; the number of tokens then."""
+    """Join neighbouring tokens of one character that form an emoticon; return the new number of tokens."""
     o = k = 0
     while k < count:
         key, fact = load(keys + 8 * k), get(facts, k)
@@ -326,7 +334,7 @@ def join_emoticons(count, specials, keys, facts):
 
 @numba.njit(nogil=True)
 def _append(h, chunk, shift, value, size):
-    """The state of a word's hash behind `size` more bytes, 1 to 8, the others of `value` zero."""
+    """Return the state of a word's hash after `size` (1 to 8) more bytes. The other bytes of `value` are zero."""
     chunk |= value << shift
     filled = shift + _U8 * np.uint64(size)
     if filled < _U64:
@@ -336,7 +344,7 @@ def _append(h, chunk, shift, value, size):
 
 @numba.njit(nogil=True)
 def ascii_words(at, i, end, out, o, words, w, first_word):
-    """`chunk_words` of a chunk of ASCII characters, bytes [i, end) of the text."""
+    """Append the words of a chunk of ASCII characters, bytes [i, end) of the text, as `chunk_words` does."""
     while i < end:
         x = load(at + i)
         alphabetic = letters(x)
@@ -380,9 +388,9 @@ def ascii_words(at, i, end, out, o, words, w, first_word):
 
 @numba.njit(nogil=True)
 def chunk_words(at, places, chars, count, entries, blob, out, o, words, w, first_word):
-    """Append the normalised words of a decoded chunk (as `kernels.scan_words`); (next byte of out, next word).
+    """Append the normalised words of a decoded chunk, as `kernels.scan_words`; return (next byte of out, next word).
 
-    out keeps digits as they are; the words' hashes take a run of them as "0". Eight bytes can be loaded anywhere in the
+    out keeps digits as they are; in the words' hashes a run of digits is "0". Eight bytes can be loaded anywhere in the
     text and the blob, and stored anywhere in out.
     """
     is_open, solo, in_digits = False, False, False
@@ -431,18 +439,20 @@ def chunk_words(at, places, chars, count, entries, blob, out, o, words, w, first
 
 @numba.njit(nogil=True)
 def decode_chunk(at, i, end, marks, places, chars):
-    """Decode the chunk at i: (number of characters, bits that one of those before the last has). Fills places [n+1]
-    and chars [n]."""
+    """Decode the chunk at i into places [n+1] and chars [n].
+
+    Returns (n, the union of the bits of all characters but the last).
+    """
     count, before, bits = 0, np.int64(0), np.int64(0)
     while i < end:
         code, size = np.int64(load8(at + i)), 1
         if code >= 0x80:
             code, size = decode(at, i, end)
-        here = np.int64(load16(marks + 2 * code))
-        if here & SPACE != 0:
+        bits_here = np.int64(load16(marks + 2 * code))
+        if bits_here & SPACE != 0:
             break
         before |= bits
-        bits = here
+        bits = bits_here
         put(places, count, i)
         put(chars, count, code << 16 | bits)
         count += 1

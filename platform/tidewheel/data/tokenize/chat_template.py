@@ -143,7 +143,7 @@ class ChatTemplate:
 
         Raises:
             Refused: the template does not accept the conversation.
-            InputError: it needs a date and none is set.
+            InputError: it needs a date, and the date is not set.
         """
         from jinja2 import TemplateError
 

@@ -167,7 +167,7 @@ def _by_first_document(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.nda
 
 @intrinsic
 def _lowest_bit(context: Any, value: Any) -> Any:
-    """Index of the lowest set bit of a nonzero uint64 (LLVM's cttz), int64."""
+    """Return the index of the lowest set bit of a nonzero uint64 (LLVM's cttz), int64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -180,10 +180,10 @@ def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count
     one, low = np.uint64(1), np.uint64(63)
     for piece in order:
         length = lengths[piece]
-        # smallest room >= length, by way of the words of the bitset and of its summary
+        # find the smallest room >= length in the words of the bitset and of its summary
         word = length >> 6
-        found = bits[word] & (~np.uint64(0) << (np.uint64(length) & low))
-        if found == 0:
+        rooms = bits[word] & (~np.uint64(0) << (np.uint64(length) & low))
+        if rooms == 0:
             block = (word + 1) >> 6
             full = np.uint64(0)
             if block < len(summary):
@@ -193,13 +193,13 @@ def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count
                     full = summary[block]
             if full != 0:
                 word = (block << 6) + _lowest_bit(full)  # type: ignore[call-arg]
-                found = bits[word]
-        if found == 0:
+                rooms = bits[word]
+        if rooms == 0:
             row = count
             count += 1
             room = capacity
         else:
-            room = (word << 6) + _lowest_bit(found)  # type: ignore[call-arg]
+            room = (word << 6) + _lowest_bit(rooms)  # type: ignore[call-arg]
             row = heads[room]
             heads[room] = chain[row]
             if chain[row] < 0:
@@ -218,7 +218,7 @@ def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count
 
 @compiled
 def _fill(tokens, sources, lengths, rows, sequence_length, matrix, columns, used):
-    """Copy each piece behind what its row holds; columns [pieces], used [rows]."""
+    """Copy each piece after the content of its row; columns [pieces], used [rows]."""
     for piece in range(len(rows)):
         row = rows[piece]
         columns[piece] = used[row]

@@ -22,10 +22,9 @@ def strftime_of(date: datetime | None) -> Callable[[str], str]:
         import jinja2
 
         if date is None:
-            raise InputError("the chat template asks for today's date (strftime_now), which changes every day, and the "
-                             "tokens with it", where="tokenize.template_date",
-                             fix="name the date on which the conversations take place: template_date: 2026-07-01 in "
-                                 "the step tokenize")
+            raise InputError("the chat template uses today's date (strftime_now), so the tokens would change every "
+                             "day", where="tokenize.template_date",
+                             fix="set the date of the conversations: template_date: 2026-07-01 in the step tokenize")
         if not isinstance(format, str) or len(format) > _MAX_CHARACTERS or not _FORMAT.fullmatch(format):
             raise jinja2.TemplateError(f"strftime_now does not accept the format {str(format)[:50]!r}")
         return date.strftime(format)

@@ -46,7 +46,7 @@ def metrics(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     known = TIDEWHEEL | RAY | {rule["record"] for _, _, rule in rules if "record" in rule}
     for manifest, path, rule in rules:
         for name in sorted(names(str(rule["expr"])) - known):
-            yield at(manifest, (*path, "expr"), f"nobody measures {name}", _nearest(name, known))
+            yield at(manifest, (*path, "expr"), f"nothing exports {name}", _nearest(name, known))
     for manifest in manifests:
         labels = get(manifest, "metadata", "labels", default={})
         if manifest["kind"] != "ConfigMap" or "grafana_dashboard" not in labels:
@@ -60,7 +60,7 @@ def metrics(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             for panel in dashboard.get("panels", []):
                 for target in panel.get("targets", []):
                     for name in sorted(names(target.get("expr", "")) - known):
-                        yield at(manifest, ("data", key), f"panel {panel.get('title')!r}: nobody measures {name}",
+                        yield at(manifest, ("data", key), f"panel {panel.get('title')!r}: nothing exports {name}",
                                  _nearest(name, known))
 
 
@@ -68,7 +68,7 @@ def _nearest(name: str, known: frozenset[str] | set[str]) -> str:
     import difflib
 
     near = difflib.get_close_matches(name, known, 1, 0.6)
-    return f"did you mean {near[0]}?" if near else "see docs/metrics.md for what there is"
+    return f"did you mean {near[0]}?" if near else "docs/metrics.md lists the metrics"
 
 
 def alerts(manifests: Sequence[Manifest]) -> Iterator[Problem]:
@@ -80,12 +80,12 @@ def alerts(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                             ("annotations.summary", get(rule, "annotations", "summary")),
                             ("annotations.fix", get(rule, "annotations", "fix"))):
             if not value:
-                yield at(manifest, (*path, *name.split(".")), "missing", "give it: somebody is woken by this")
+                yield at(manifest, (*path, *name.split(".")), "missing", "add it: the alert wakes somebody")
 
 
 def _rules(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, tuple[Any, ...], dict[str, Any]]]:
     for manifest in manifests:
         if manifest["kind"] == "PrometheusRule":
             for group_number, group in enumerate(get(manifest, "spec", "groups", default=[])):
-                for number, rule in enumerate(group.get("rules", [])):
-                    yield manifest, ("spec", "groups", group_number, "rules", number), rule
+                for index, rule in enumerate(group.get("rules", [])):
+                    yield manifest, ("spec", "groups", group_number, "rules", index), rule

@@ -28,7 +28,7 @@ def names(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             continue
         name = get(manifest, "metadata", "name", default="")
         if not DNS_1035.fullmatch(name):
-            yield at(manifest, ("metadata", "name"), f"{name!r} is no DNS-1035 label",
+            yield at(manifest, ("metadata", "name"), f"{name!r} is not a DNS-1035 label",
                       "lower-case letters, digits and -, with a letter first")
         elif len(name) > longest:
             yield at(manifest, ("metadata", "name"), f"{len(name)} characters",
@@ -37,99 +37,102 @@ def names(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 def cluster(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report mistakes in groups, their labels and resources, and in authentication."""
-    for found in clusters(manifests):
-        yield from _groups(found)
-        yield from _authentication(found)
-        if get(found.spec, "tlsOptions", "enabled"):
-            for path, entry in _environment(found):
+    for ray_cluster in clusters(manifests):
+        yield from _groups(ray_cluster)
+        yield from _authentication(ray_cluster)
+        if get(ray_cluster.spec, "tlsOptions", "enabled"):
+            for path, entry in _environment(ray_cluster):
                 if entry.get("name") in TLS_VARIABLES:
-                    yield at(found.manifest, path, f"{entry['name']} is set beside tlsOptions",
+                    yield at(ray_cluster.manifest, path, f"{entry['name']} is set beside tlsOptions",
                               "remove it: the operator sets it")
 
 
-def _groups(found: Cluster) -> Iterator[Problem]:
-    for path, group in [((*found.path, "headGroupSpec"), get(found.spec, "headGroupSpec", default={})), *found.groups]:
+def _groups(ray_cluster: Cluster) -> Iterator[Problem]:
+    head = ((*ray_cluster.path, "headGroupSpec"), get(ray_cluster.spec, "headGroupSpec", default={}))
+    for path, group in [head, *ray_cluster.groups]:
         params = get(group, "rayStartParams", default={})
         for name in RESOURCE_PARAMS:
             if name in params and get(group, "resources"):
-                yield at(found.manifest, (*path, "rayStartParams", name), "set beside the group's resources",
+                yield at(ray_cluster.manifest, (*path, "rayStartParams", name), "set beside the group's resources",
                           "keep one of the two")
         if "labels" in params:
-            yield at(found.manifest, (*path, "rayStartParams", "labels"), "labels are not a start parameter",
+            yield at(ray_cluster.manifest, (*path, "rayStartParams", "labels"), "labels are not a start parameter",
                       "use the group's own field labels")
         for key, value in get(group, "labels", default={}).items():
             if not (LABEL_NAME.fullmatch(key.rpartition("/")[2]) and len(key.rpartition("/")[2]) <= 63):
-                yield at(found.manifest, (*path, "labels", key), "no label's name", "letters, digits and - _ .")
+                yield at(ray_cluster.manifest, (*path, "labels", key), "no label's name", "letters, digits and - _ .")
             if value and not (LABEL_NAME.fullmatch(value) and len(value) <= 63):
-                yield at(found.manifest, (*path, "labels", key), f"{value!r} is no label's value",
+                yield at(ray_cluster.manifest, (*path, "labels", key), f"{value!r} is not a label value",
                           "at most 63 letters, digits and - _ .")
     taken: set[str] = set()
-    for path, group in found.groups:
+    for path, group in ray_cluster.groups:
         if group["groupName"] in taken:
-            yield at(found.manifest, (*path, "groupName"), f"{group['groupName']!r} is there twice",
+            yield at(ray_cluster.manifest, (*path, "groupName"), f"{group['groupName']!r} occurs twice",
                      "name each group once: pods are counted by it")
         taken.add(group["groupName"])
         least, most = get(group, "minReplicas", default=0), get(group, "maxReplicas")
         if most is not None and least > most:
-            yield at(found.manifest, (*path, "minReplicas"), f"{least} is more than maxReplicas {most}",
+            yield at(ray_cluster.manifest, (*path, "minReplicas"), f"{least} is more than maxReplicas {most}",
                       f"at most {most}, or raise maxReplicas")
         replicas = get(group, "replicas")
         if replicas is not None and not least <= replicas <= (replicas if most is None else most):
-            yield at(found.manifest, (*path, "replicas"), f"{replicas} is not from {least} to {most}",
+            yield at(ray_cluster.manifest, (*path, "replicas"), f"{replicas} is not from {least} to {most}",
                       f"start with minReplicas, {least}")
-        if not found.autoscaling and most is None:
-            yield at(found.manifest, (*path, "maxReplicas"), "missing, and the autoscaler is off", "set it")
+        if not ray_cluster.autoscaling and most is None:
+            yield at(ray_cluster.manifest, (*path, "maxReplicas"), "missing, and the autoscaler is off", "set it")
 
 
-def _authentication(found: Cluster) -> Iterator[Problem]:
-    options, version = get(found.spec, "authOptions", default={}), str(get(found.spec, "rayVersion", default=""))
+def _authentication(ray_cluster: Cluster) -> Iterator[Problem]:
+    options = get(ray_cluster.spec, "authOptions", default={})
+    version = str(get(ray_cluster.spec, "rayVersion", default=""))
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    path = (*found.path, "rayVersion")
+    path = (*ray_cluster.path, "rayVersion")
     if options.get("mode") == "token" and (len(numbers) < 2 or numbers < (2, 52)):
-        yield at(found.manifest, path, f"{version or 'none'}, and token authentication is on",
+        yield at(ray_cluster.manifest, path, f"{version or 'none'}, and token authentication is on",
                   "2.52.0 or newer, as in the image")
     if options.get("enableK8sTokenAuth"):
-        here = (*found.path, "authOptions", "enableK8sTokenAuth")
+        field = (*ray_cluster.path, "authOptions", "enableK8sTokenAuth")
         if options.get("mode") != "token":
-            yield at(found.manifest, here, "set, but mode is not token", "set authOptions.mode to token")
-        if found.manifest["kind"] == "RayJob":
-            yield at(found.manifest, here, "not for a RayJob", "remove it: mode token works for both")
+            yield at(ray_cluster.manifest, field, "set, but mode is not token", "set authOptions.mode to token")
+        if ray_cluster.manifest["kind"] == "RayJob":
+            yield at(ray_cluster.manifest, field, "not for a RayJob", "remove it: mode token is enough")
         if options.get("secretName"):
-            yield at(found.manifest, (*found.path, "authOptions", "secretName"), "set beside enableK8sTokenAuth",
-                      "keep one of the two")
+            yield at(ray_cluster.manifest, (*ray_cluster.path, "authOptions", "secretName"),
+                      "set beside enableK8sTokenAuth", "keep one of the two")
 
 
 def autoscaler(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report settings that autoscaler v2 lacks or excludes."""
-    for found in clusters(manifests):
-        options = get(found.spec, "autoscalerOptions")
-        here = (*found.path, "autoscalerOptions")
-        if options is not None and not found.autoscaling:
-            yield at(found.manifest, (*found.path, "enableInTreeAutoscaling"), "off, but there are autoscalerOptions",
-                      "set it to true, or remove them")
-        if found.autoscaling and get(options, "version") != "v2":
-            yield at(found.manifest, (*here, "version"), "not v2, whose nodes carry labels and drain before they "
-                      "go", "v2")
+    for ray_cluster in clusters(manifests):
+        options = get(ray_cluster.spec, "autoscalerOptions")
+        field = (*ray_cluster.path, "autoscalerOptions")
+        if options is not None and not ray_cluster.autoscaling:
+            yield at(ray_cluster.manifest, (*ray_cluster.path, "enableInTreeAutoscaling"),
+                      "off, but there are autoscalerOptions", "set it to true, or remove them")
+        if ray_cluster.autoscaling and get(options, "version") != "v2":
+            yield at(ray_cluster.manifest, (*field, "version"), "not v2, whose nodes have labels and drain before they "
+                      "are removed", "use v2")
         if get(options, "idleTimeoutSeconds", default=0) < 0:
-            yield at(found.manifest, (*here, "idleTimeoutSeconds"), "negative", "0 or more")
-        for number, entry in enumerate(get(options, "env", default=[])):
+            yield at(ray_cluster.manifest, (*field, "idleTimeoutSeconds"), "negative", "0 or more")
+        for index, entry in enumerate(get(options, "env", default=[])):
             if entry.get("name") == "KUBERAY_GEN_AUTOSCALER_START_CMD":
-                yield at(found.manifest, (*here, "env", number), "set by the operator", "remove it")
-        for path, entry in _environment(found):
+                yield at(ray_cluster.manifest, (*field, "env", index), "set by the operator", "remove it")
+        for path, entry in _environment(ray_cluster):
             if entry.get("name") == "RAY_enable_autoscaler_v2":
-                yield at(found.manifest, path, "set beside autoscalerOptions.version", "remove it")
-        for template in [found.head, *found.workers]:
+                yield at(ray_cluster.manifest, path, "set beside autoscalerOptions.version", "remove it")
+        for template in [ray_cluster.head, *ray_cluster.workers]:
             policy = get(template.spec, "restartPolicy")
-            if found.autoscaler_v2 and policy not in (None, "Never"):
-                yield at(found.manifest, (*template.path, "spec", "restartPolicy"), f"{policy} under autoscaler v2",
-                          "Never, or leave it out: a pod that came back would be a node that the autoscaler lost")
-        for path, group in found.groups:
-            if group.get("suspend") and found.autoscaling:
-                yield at(found.manifest, (*path, "suspend"), "a group cannot be suspended under the autoscaler",
+            if ray_cluster.autoscaler_v2 and policy not in (None, "Never"):
+                yield at(ray_cluster.manifest, (*template.path, "spec", "restartPolicy"),
+                          f"{policy} under autoscaler v2",
+                          "use Never, or leave it out: the autoscaler would not know the node of a restarted pod")
+        for path, group in ray_cluster.groups:
+            if group.get("suspend") and ray_cluster.autoscaling:
+                yield at(ray_cluster.manifest, (*path, "suspend"), "a group cannot be suspended under the autoscaler",
                           "set minReplicas and maxReplicas to 0")
             for name in ("idleTimeoutSeconds", "priority"):
-                if get(group, name) is not None and not found.autoscaler_v2:
-                    yield at(found.manifest, (*path, name), "known to autoscaler v2 only",
+                if get(group, name) is not None and not ray_cluster.autoscaler_v2:
+                    yield at(ray_cluster.manifest, (*path, name), "supported only by autoscaler v2",
                               "set autoscalerOptions.version to v2")
 
 
@@ -154,10 +157,10 @@ def _place(manifest: Manifest) -> Iterator[Problem]:
         if not selector.get("ray.io/cluster"):
             yield at(manifest, ("spec", "clusterSelector", "ray.io/cluster"), "missing", "name the RayCluster")
         if get(spec, "backoffLimit", default=0) > 0:
-            yield at(manifest, ("spec", "backoffLimit"), "does not go with clusterSelector",
-                      "0, and submit again: the job goes on by its run id")
+            yield at(manifest, ("spec", "backoffLimit"), "not allowed with clusterSelector",
+                      "use 0, and submit again: the run id identifies the run, which continues")
         if spec.get("suspend"):
-            yield at(manifest, ("spec", "suspend"), "does not go with clusterSelector", "remove it")
+            yield at(manifest, ("spec", "suspend"), "not allowed with clusterSelector", "remove it")
 
 
 def _end(manifest: Manifest) -> Iterator[Problem]:
@@ -182,7 +185,7 @@ def _end(manifest: Manifest) -> Iterator[Problem]:
         yield at(manifest, ("spec", "deletionStrategy", "deletionRules"), "set beside shutdownAfterJobFinishes",
                   "keep one of the two")
     policies: list[tuple[tuple[str | int, ...], Any]] = [
-        (("deletionRules", number, "policy"), rule.get("policy")) for number, rule in enumerate(rules)]
+        (("deletionRules", index, "policy"), rule.get("policy")) for index, rule in enumerate(rules)]
     policies += [((name, "policy"), get(deletion, name, "policy")) for name in ("onSuccess", "onFailure")]
     for path, policy in policies:
         if policy == "DeleteWorkers" and get(spec, "rayClusterSpec", "enableInTreeAutoscaling"):
@@ -194,14 +197,14 @@ def _submission(manifest: Manifest) -> Iterator[Problem]:
     spec = manifest["spec"]
     mode = get(spec, "submissionMode", default="K8sJobMode")
     if mode not in SUBMISSION_MODES:
-        yield at(manifest, ("spec", "submissionMode"), f"{mode!r} is none that the operator knows",
-                  f"one of {', '.join(SUBMISSION_MODES)}")
+        yield at(manifest, ("spec", "submissionMode"), f"{mode!r} is not a mode of the operator",
+                  f"use one of {', '.join(SUBMISSION_MODES)}")
     if mode == "SidecarMode":
         for name in ("clusterSelector", "submitterPodTemplate", "submitterConfig"):
             if spec.get(name):
-                yield at(manifest, ("spec", name), "does not go with SidecarMode", "remove it, or use K8sJobMode")
+                yield at(manifest, ("spec", name), "not allowed with SidecarMode", "remove it, or use K8sJobMode")
     if mode == "InteractiveMode" and get(spec, "backoffLimit", default=0) > 0:
-        yield at(manifest, ("spec", "backoffLimit"), "does not go with InteractiveMode", "0")
+        yield at(manifest, ("spec", "backoffLimit"), "not allowed with InteractiveMode", "0")
     if mode != "InteractiveMode" and not str(get(spec, "entrypoint", default="")).strip():
         yield at(manifest, ("spec", "entrypoint"), "missing", "the command, as python -m jobs.train --config ...")
     try:
@@ -217,53 +220,54 @@ def _submission(manifest: Manifest) -> Iterator[Problem]:
 
 def fault_tolerance(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report GCS fault tolerance that is set without gcsFaultToleranceOptions, or incompletely."""
-    for found in clusters(manifests):
-        options = get(found.spec, "gcsFaultToleranceOptions")
-        here = (*found.path, "gcsFaultToleranceOptions")
-        if get(found.manifest, "metadata", "annotations", "ray.io/ft-enabled"):
-            yield at(found.manifest, ("metadata", "annotations", "ray.io/ft-enabled"), "the old way",
+    for ray_cluster in clusters(manifests):
+        options = get(ray_cluster.spec, "gcsFaultToleranceOptions")
+        field = (*ray_cluster.path, "gcsFaultToleranceOptions")
+        if get(ray_cluster.manifest, "metadata", "annotations", "ray.io/ft-enabled"):
+            yield at(ray_cluster.manifest, ("metadata", "annotations", "ray.io/ft-enabled"), "the old way",
                       "use spec.gcsFaultToleranceOptions")
-        for path, entry in _environment(found):
+        for path, entry in _environment(ray_cluster):
             if entry.get("name") in ("RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "REDIS_USERNAME"):
-                yield at(found.manifest, path, f"{entry['name']} is the operator's to set",
+                yield at(ray_cluster.manifest, path, f"{entry['name']} is set by the operator",
                           "use spec.gcsFaultToleranceOptions")
         for name in ("redis-password", "redis-username"):
-            if get(found.spec, "headGroupSpec", "rayStartParams", name):
-                yield at(found.manifest, (*found.path, "headGroupSpec", "rayStartParams", name), "a start parameter",
+            if get(ray_cluster.spec, "headGroupSpec", "rayStartParams", name):
+                yield at(ray_cluster.manifest, (*ray_cluster.path, "headGroupSpec", "rayStartParams", name),
+                          "a start parameter",
                           "use spec.gcsFaultToleranceOptions, with a reference to a Secret")
         if options is None:
             continue
         if get(options, "backend", default="redis") == "redis":
             if not options.get("redisAddress"):
-                yield at(found.manifest, (*here, "redisAddress"), "missing", "host:port of Redis")
+                yield at(ray_cluster.manifest, (*field, "redisAddress"), "missing", "host:port of Redis")
             if options.get("storage"):
-                yield at(found.manifest, (*here, "storage"), "for the backend rocksdb only", "remove it")
+                yield at(ray_cluster.manifest, (*field, "storage"), "for the backend rocksdb only", "remove it")
 
 
 def gates(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report alpha fields, which the operator refuses by default, without an annotation that names the feature gate."""
-    for found in clusters(manifests):
-        annotation = str(get(found.manifest, "metadata", "annotations", GATES_ANNOTATION, default=""))
+    for ray_cluster in clusters(manifests):
+        annotation = str(get(ray_cluster.manifest, "metadata", "annotations", GATES_ANNOTATION, default=""))
         declared = {gate.strip() for gate in annotation.split(",")}
         used = {"RayClusterNetworkPolicy": ("networkPolicy",), "RayClusterMTLS": ("tlsOptions",),
                 "RayClusterHistoryServer": ("historyServerOptions",)}
         for gate, path in used.items():
-            if get(found.spec, *path) is not None and gate not in declared:
-                yield _gate(found, path, gate)
-        if get(found.spec, "gcsFaultToleranceOptions", "backend") == "rocksdb":
+            if get(ray_cluster.spec, *path) is not None and gate not in declared:
+                yield _gate(ray_cluster, path, gate)
+        if get(ray_cluster.spec, "gcsFaultToleranceOptions", "backend") == "rocksdb":
             gate = "GCSFaultToleranceEmbeddedStorage"
             if gate not in declared:
-                yield _gate(found, ("gcsFaultToleranceOptions", "backend"), gate)
+                yield _gate(ray_cluster, ("gcsFaultToleranceOptions", "backend"), gate)
 
 
-def _gate(found: Cluster, path: tuple[str, ...], gate: str) -> Problem:
-    return at(found.manifest, (*found.path, *path), "alpha: the operator refuses it by default",
+def _gate(ray_cluster: Cluster, path: tuple[str, ...], gate: str) -> Problem:
+    return at(ray_cluster.manifest, (*ray_cluster.path, *path), "alpha: the operator refuses it by default",
                f"start the operator with --feature-gates={gate}=true and say so in metadata.annotations"
                f"['{GATES_ANNOTATION}'], or remove it")
 
 
-def _environment(found: Cluster) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
+def _environment(ray_cluster: Cluster) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
     """Yield path and value of each variable of the cluster's Ray containers."""
-    for template in [found.head, *found.workers]:
-        for number, entry in enumerate(get(template.spec, "containers", 0, "env", default=[])):
-            yield (*template.path, "spec", "containers", 0, "env", number), entry
+    for template in [ray_cluster.head, *ray_cluster.workers]:
+        for index, entry in enumerate(get(template.spec, "containers", 0, "env", default=[])):
+            yield (*template.path, "spec", "containers", 0, "env", index), entry

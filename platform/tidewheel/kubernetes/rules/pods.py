@@ -47,25 +47,25 @@ def _pod(template: Template) -> Iterator[Problem]:
         if spec.get(name):
             yield at(manifest, (*path, name), "refused by the restricted standard", "remove it")
     context = get(spec, "securityContext", default={})
-    here = (*path, "securityContext")
+    context_path = (*path, "securityContext")
     if context.get("runAsNonRoot") is not True:
-        yield at(manifest, (*here, "runAsNonRoot"), f"{context.get('runAsNonRoot')}", "true")
+        yield at(manifest, (*context_path, "runAsNonRoot"), f"{context.get('runAsNonRoot')}", "true")
     if context.get("runAsUser") == 0:
-        yield at(manifest, (*here, "runAsUser"), "root", "1000, the user of the image")
+        yield at(manifest, (*context_path, "runAsUser"), "root", "1000, the user of the image")
     if get(context, "seccompProfile", "type") not in ("RuntimeDefault", "Localhost"):
-        yield at(manifest, (*here, "seccompProfile"), "not set", "{type: RuntimeDefault}")
-    for number, volume in enumerate(get(spec, "volumes", default=[])):
+        yield at(manifest, (*context_path, "seccompProfile"), "not set", "{type: RuntimeDefault}")
+    for index, volume in enumerate(get(spec, "volumes", default=[])):
         for kind in sorted(set(volume) - VOLUMES):
-            yield at(manifest, (*path, "volumes", number, kind), "refused by the restricted standard",
-                     "emptyDir: on nodes whose local disk is NVMe it is there")
+            yield at(manifest, (*path, "volumes", index, kind), "refused by the restricted standard",
+                     "use emptyDir: it is on the node's local disk, NVMe if there is one")
 
 
 def _container(template: Template, path: tuple[str | int, ...], container: dict[str, Any]) -> Iterator[Problem]:
     context = get(container, "securityContext", default={})
     yield from _context(template.manifest, (*path, "securityContext"), context)
-    for number, port in enumerate(get(container, "ports", default=[])):
+    for index, port in enumerate(get(container, "ports", default=[])):
         if port.get("hostPort"):
-            yield at(template.manifest, (*path, "ports", number, "hostPort"), "refused by the restricted standard",
+            yield at(template.manifest, (*path, "ports", index, "hostPort"), "refused by the restricted standard",
                      "remove it")
 
 
@@ -90,18 +90,18 @@ def ray_containers(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         for path, container in template.containers:
             _, separator, tag = split_image(container.get("image", ""))
             if tag in MOVING_TAGS and separator != "@":
-                yield at(template.manifest, (*path, "image"), f"{container.get('image')!r} may be another one tomorrow",
-                         "a version as tag, or a digest")
-            for number, mount in enumerate(get(container, "volumeMounts", default=[])):
+                yield at(template.manifest, (*path, "image"), f"{container.get('image')!r} has a tag that can move",
+                         "use a version as tag, or a digest")
+            for index, mount in enumerate(get(container, "volumeMounts", default=[])):
                 if mount.get("mountPath", "").rstrip("/") == "/dev/shm":
-                    yield at(template.manifest, (*path, "volumeMounts", number, "mountPath"), "/dev/shm is mounted by "
+                    yield at(template.manifest, (*path, "volumeMounts", index, "mountPath"), "/dev/shm is mounted by "
                              "the operator", "remove the mount and its volume")
             words = " ".join(map(str, [*get(container, "command", default=[]), *get(container, "args", default=[])]))
             if template.role in ("head", "worker") and path[-2] == "containers" and path[-1] == 0 and words:
                 yield at(template.manifest, (*path, "command" if container.get("command") else "args"),
                          "the operator puts `ray start` there", "remove it; start parameters are in rayStartParams")
             elif re.search(r"\bsh\b.* -c", words) and "exec " not in words and template.role == "other":
-                yield at(template.manifest, (*path, "command"), "the shell stays in between: SIGTERM ends there",
+                yield at(template.manifest, (*path, "command"), "the shell does not pass SIGTERM on",
                          "exec the program")
             if template.role in ("head", "worker") and get(container, "lifecycle", "preStop") is not None:
                 yield at(template.manifest, (*path, "lifecycle", "preStop"), "Ray drains on SIGTERM; a hook delays it",
@@ -114,45 +114,46 @@ def resources(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         for path, container in template.containers:
             requests = get(container, "resources", "requests", default={})
             limits = get(container, "resources", "limits", default={})
-            here = (*path, "resources")
+            resources_path = (*path, "resources")
             for name in ("cpu", "memory"):
                 if name not in requests:
-                    yield at(template.manifest, (*here, "requests", name), "missing", "say it: Ray and the autoscaler "
-                             "take a pod's size from here")
+                    yield at(template.manifest, (*resources_path, "requests", name), "missing",
+                             "set it: Ray and the autoscaler read a pod's size here")
             if "memory" not in limits:
-                yield at(template.manifest, (*here, "limits", "memory"), "missing",
+                yield at(template.manifest, (*resources_path, "limits", "memory"), "missing",
                          "as requested: Ray's object store and the memory tier are sized by it")
             for kind, values in (("requests", requests), ("limits", limits)):
                 for name, value in values.items():
                     if quantity(value) is None:
-                        yield at(template.manifest, (*here, kind, name), f"{value!r} is no quantity",
+                        yield at(template.manifest, (*resources_path, kind, name), f"{value!r} is not a quantity",
                                  "as in 500m, 8 or 16Gi")
             for name in sorted({"memory", GPU} & set(requests) & set(limits)):
                 if quantity(requests[name]) != quantity(limits[name]):
-                    yield at(template.manifest, (*here, "limits", name), f"{limits[name]}, requested {requests[name]}",
-                             "make them equal: what is overcommitted is killed first")
+                    yield at(template.manifest, (*resources_path, "limits", name),
+                             f"{limits[name]}, requested {requests[name]}",
+                             "make them equal: overcommitted pods are killed first")
             gpus = quantity(limits.get(GPU, requests.get(GPU, 0)))
             if gpus is not None and gpus.denominator != 1:
-                yield at(template.manifest, (*here, "limits", GPU), f"{limits.get(GPU)}", "a whole number")
+                yield at(template.manifest, (*resources_path, "limits", GPU), f"{limits.get(GPU)}", "a whole number")
 
 
 def grace(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report pods that end before their drain, in which training saves."""
     for cluster in clusters(manifests):
         for template in [cluster.head, *cluster.workers]:
-            variables = {entry["name"]: (number, entry.get("value"))
-                         for number, entry in enumerate(get(template.spec, "containers", 0, "env", default=[]))}
-            number, text = variables.get(DRAIN_VARIABLE, (None, str(DRAIN_DEFAULT_SECONDS)))
+            variables = {entry["name"]: (index, entry.get("value"))
+                         for index, entry in enumerate(get(template.spec, "containers", 0, "env", default=[]))}
+            index, text = variables.get(DRAIN_VARIABLE, (None, str(DRAIN_DEFAULT_SECONDS)))
             if not str(text).isdigit():
-                yield at(cluster.manifest, (*template.path, "spec", "containers", 0, "env", number or 0, "value"),
-                         f"{text!r} is no number of seconds", "whole seconds, quoted")
+                yield at(cluster.manifest, (*template.path, "spec", "containers", 0, "env", index or 0, "value"),
+                         f"{text!r} is not a number of seconds", "whole seconds, quoted")
                 continue
             least = int(str(text)) + MARGIN_SECONDS
             given = get(template.spec, "terminationGracePeriodSeconds", default=30)
             if given < least:
                 yield at(cluster.manifest, (*template.path, "spec", "terminationGracePeriodSeconds"),
                          f"{given} s, but the drain takes up to {text} s",
-                         f"at least {least}, or lower {DRAIN_VARIABLE}")
+                         f"use at least {least}, or lower {DRAIN_VARIABLE}")
 
 
 def placement(manifests: Sequence[Manifest]) -> Iterator[Problem]:
@@ -161,26 +162,27 @@ def placement(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         head = cluster.head
         if get(cluster.spec, "headGroupSpec", "labels", MARKET_LABEL) == SPOT or _wants_spot(head.spec):
             yield at(cluster.manifest, (*head.path, "spec", "nodeSelector"), "the head is on spot nodes",
-                     "an on-demand pool: with the head go driver, job server and tables")
+                     "use an on-demand pool: losing the head loses the driver, the job server and the tables")
         if str(get(cluster.spec, "headGroupSpec", "rayStartParams", "num-cpus")) != "0":
             yield at(cluster.manifest, (*cluster.path, "headGroupSpec", "rayStartParams", "num-cpus"),
-                     "the head takes tasks", '"0": a task that runs out of memory would take the cluster along')
+                     "the head runs tasks", '"0": a task that runs out of memory would end the cluster')
         for template in cluster.workers:
             keys = {entry.get("key") for entry in get(template.spec, "tolerations", default=[])}
             tolerates_all = any(not entry.get("key") and entry.get("operator") == "Exists"
                                 for entry in get(template.spec, "tolerations", default=[]))
-            here = (*template.path, "spec")
+            spec_path = (*template.path, "spec")
             if is_spot(template) and not _wants_spot(template.spec):
-                yield at(cluster.manifest, (*here, "nodeSelector"), "labelled spot, but not put on spot nodes",
+                yield at(cluster.manifest, (*spec_path, "nodeSelector"),
+                         "labelled spot, but does not select spot nodes",
                          "select the spot pool, or correct the group's label")
             if _wants_spot(template.spec) and not is_spot(template):
-                yield at(cluster.manifest, (*template.path[:-1], "labels", MARKET_LABEL), "on spot nodes, and Ray "
-                         "is not told", f"{MARKET_LABEL}: {SPOT}")
+                yield at(cluster.manifest, (*template.path[:-1], "labels", MARKET_LABEL), "on spot nodes, but "
+                         "Ray's label does not say so", f"{MARKET_LABEL}: {SPOT}")
             if template.offers(GPU) and GPU not in keys and not tolerates_all:
-                yield at(cluster.manifest, (*here, "tolerations"), f"GPU nodes are tainted {GPU}",
+                yield at(cluster.manifest, (*spec_path, "tolerations"), f"GPU nodes are tainted {GPU}",
                          f"{{key: {GPU}, operator: Exists, effect: NoSchedule}}")
 
 
 def _wants_spot(spec: dict[str, Any]) -> bool:
-    wanted = " ".join(f"{key}={value}" for key, value in get(spec, "nodeSelector", default={}).items())
-    return re.search(r"spot|preemptible", wanted, re.IGNORECASE) is not None
+    labels = " ".join(f"{key}={value}" for key, value in get(spec, "nodeSelector", default={}).items())
+    return re.search(r"spot|preemptible", labels, re.IGNORECASE) is not None

@@ -22,7 +22,7 @@ def namespaces(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                 yield at(manifest, ("metadata", "labels", key), f"{get(manifest, 'metadata', 'labels', key)}",
                          "restricted")
         elif made and (name := get(manifest, "metadata", "namespace")) is not None and name not in made:
-            yield at(manifest, ("metadata", "namespace"), f"{name!r} is not the namespace that is made here",
+            yield at(manifest, ("metadata", "namespace"), f"{name!r} is not the namespace of these manifests",
                      f"{', '.join(sorted(made))}")
 
 
@@ -49,17 +49,17 @@ def network(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     if not pods:
         return
     if not policies:
-        yield at(pods[0].manifest, ("metadata", "namespace"), "no NetworkPolicy comes with it",
-                 "add base/network-policy.yaml: whoever reaches Ray's ports runs code in its pods")
+        yield at(pods[0].manifest, ("metadata", "namespace"), "no NetworkPolicy in the manifests",
+                 "add base/network-policy.yaml: anyone who reaches Ray's ports can run code in its pods")
         return
     denied = {direction: [pod for pod in pods if any(_covers(policy, pod, direction) for policy in policies)]
               for direction in ("Ingress", "Egress")}
     for pod in pods:
         if pod not in denied["Ingress"]:
-            yield at(pod.manifest, (*pod.path, "metadata", "labels"), "no NetworkPolicy guards this pod",
-                     "label it tidewheel.io/role as the policies select it, or add a policy for all pods")
+            yield at(pod.manifest, (*pod.path, "metadata", "labels"), "no NetworkPolicy applies to this pod",
+                     "set the label tidewheel.io/role that the policies select, or add a policy for all pods")
         if pod in denied["Egress"] and not _allowed(policies, pod, "Egress", DNS):
-            yield at(pod.manifest, (*pod.path, "metadata", "labels"), "no NetworkPolicy lets this pod ask for names",
+            yield at(pod.manifest, (*pod.path, "metadata", "labels"), "no NetworkPolicy lets this pod use DNS",
                      "allow egress to kube-system, port 53, UDP and TCP")
     heads = [pod for pod in pods if pod.role == "head"]
     for head in heads:
@@ -68,25 +68,25 @@ def network(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             for source, target in ((pod, head), (head, pod)):
                 if source in denied["Egress"] and not _reaches(policies, source, target, "Egress", None):
                     yield at(source.manifest, (*source.path, "metadata", "labels"),
-                             f"no NetworkPolicy lets the {source.role} talk to the {target.role}",
+                             f"no NetworkPolicy lets the {source.role} connect to the {target.role}",
                              "allow egress between Ray's pods on all ports: Ray chooses them")
                 if target in denied["Ingress"] and not _reaches(policies, target, source, "Ingress", None):
                     yield at(target.manifest, (*target.path, "metadata", "labels"),
-                             f"no NetworkPolicy lets the {target.role} hear the {source.role}",
+                             f"no NetworkPolicy lets the {target.role} accept connections of the {source.role}",
                              "allow ingress between Ray's pods on all ports: Ray chooses them")
         for submitter in (pod for pod in same if pod.role == "submitter"):
             for owner, peer, direction in ((head, submitter, "Ingress"), (submitter, head, "Egress")):
                 if owner in denied[direction] and not _reaches(policies, owner, peer, direction, DASHBOARD):
                     yield at(submitter.manifest, (*submitter.path, "metadata", "labels"),
-                             "the submitter does not reach the head", f"allow {direction.lower()} on port {DASHBOARD}")
+                             "the submitter cannot reach the head", f"allow {direction.lower()} on port {DASHBOARD}")
         if get(clusters_of(manifests, head), "enableInTreeAutoscaling") and head in denied["Egress"] \
                 and not _allowed(policies, head, "Egress", 443):
-            yield at(head.manifest, (*head.path, "metadata", "labels"), "the autoscaler does not reach the API server",
+            yield at(head.manifest, (*head.path, "metadata", "labels"), "the autoscaler cannot reach the API server",
                      "allow egress on ports 443 and 6443")
     if any(manifest["kind"] == "PodMonitor" for manifest in manifests):
         for pod in (pod for pod in pods if pod.role != "submitter" and pod in denied["Ingress"]):
             if not _allowed(policies, pod, "Ingress", METRICS):
-                yield at(pod.manifest, (*pod.path, "metadata", "labels"), "Prometheus does not reach the pod",
+                yield at(pod.manifest, (*pod.path, "metadata", "labels"), "Prometheus cannot reach the pod",
                          f"allow ingress on port {METRICS} from its namespace")
 
 
@@ -141,16 +141,17 @@ def roles(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             yield at(manifest, ("kind",), "rights in the whole cluster", "a Role in the namespace")
         if manifest["kind"] not in ("Role", "ClusterRole"):
             continue
-        for number, rule in enumerate(get(manifest, "rules", default=[])):
+        for index, rule in enumerate(get(manifest, "rules", default=[])):
             for name in ("apiGroups", "resources"):
                 if "*" in (rule.get(name) or []):
-                    yield at(manifest, ("rules", number, name), "everything", "name what is needed")
+                    yield at(manifest, ("rules", index, name), "everything", "name only what is needed")
             if bad := sorted(ESCALATING & set(rule.get("verbs") or [])):
-                yield at(manifest, ("rules", number, "verbs"), f"{', '.join(bad)} leads to more rights",
-                         "name the verbs that are needed")
+                yield at(manifest, ("rules", index, "verbs"), f"{', '.join(bad)} leads to more rights",
+                         "name only the verbs that are needed")
             if {"secrets", "pods/exec"} & set(rule.get("resources") or []):
-                yield at(manifest, ("rules", number, "resources"), "lets in to every secret or pod of the namespace",
-                         "remove it: pods get a secret by reference")
+                yield at(manifest, ("rules", index, "resources"),
+                         "gives access to every secret or pod of the namespace",
+                         "remove it: pods get secrets by reference")
 
 
 def accounts(manifests: Sequence[Manifest]) -> Iterator[Problem]:
@@ -163,10 +164,10 @@ def accounts(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                      f"tidewheel-{template.role}")
         elif template.role == "head" or name is None:
             if template.role == "other" and template.spec.get("automountServiceAccountToken") is not False:
-                yield at(template.manifest, (*path, "automountServiceAccountToken"), "a token nobody needs", "false")
+                yield at(template.manifest, (*path, "automountServiceAccountToken"), "an unnecessary token", "false")
         else:
             mounts = get(template.spec, "automountServiceAccountToken",
                          default=get(by_name.get(name), "automountServiceAccountToken", default=True))
             if mounts:
                 yield at(template.manifest, (*path, "automountServiceAccountToken"),
-                         "a token of the API server, for code that does not ask it", "false")
+                         "a token for the API server, which this code does not use", "false")

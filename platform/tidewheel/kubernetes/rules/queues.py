@@ -15,32 +15,32 @@ MOST_GROUPS = 17
 
 def kueue(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report what Kueue's webhook refuses, and missing queues."""
-    there = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
+    objects = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
     for manifest in manifests:
         if manifest["kind"] == "LocalQueue":
             name = get(manifest, "spec", "clusterQueue")
-            queues = [queue for kind, queue in there if kind == "ClusterQueue"]
+            queues = [queue for kind, queue in objects if kind == "ClusterQueue"]
             if queues and name not in queues:
-                yield at(manifest, ("spec", "clusterQueue"), f"no ClusterQueue {name!r} comes with it",
+                yield at(manifest, ("spec", "clusterQueue"), f"no ClusterQueue {name!r} in the manifests",
                          f"one of {', '.join(sorted(queues))}")
         if manifest["kind"] == "ClusterQueue":
-            yield from _flavors(manifest, there)
+            yield from _flavors(manifest, objects)
         queue = get(manifest, "metadata", "labels", KUEUE)
         if queue is None or manifest["kind"] not in ("RayCluster", "RayJob"):
             continue
-        if ("LocalQueue", queue) not in there:
-            yield at(manifest, ("metadata", "labels", KUEUE), f"no LocalQueue {queue!r} comes with it",
+        if ("LocalQueue", queue) not in objects:
+            yield at(manifest, ("metadata", "labels", KUEUE), f"no LocalQueue {queue!r} in the manifests",
                      "correct the name, or add the component kueue")
         spec = manifest["spec"]
         if manifest["kind"] == "RayJob":
             if spec.get("shutdownAfterJobFinishes") is not True:
                 yield at(manifest, ("spec", "shutdownAfterJobFinishes"), "false under Kueue",
-                         "true: else the quota is never given back")
+                         "true: otherwise the quota is never released")
             if spec.get("clusterSelector"):
-                yield at(manifest, ("spec", "clusterSelector"), "Kueue takes no job on a standing cluster",
-                         "give the job its own cluster, or take the label off")
+                yield at(manifest, ("spec", "clusterSelector"), "Kueue does not accept a job on a standing cluster",
+                         "give the job its own cluster, or remove the label")
         if "suspend" in spec:
-            yield at(manifest, ("spec", "suspend"), "Kueue's own to set", "remove it")
+            yield at(manifest, ("spec", "suspend"), "set by Kueue itself", "remove it")
         for cluster in clusters([manifest]):
             if len(cluster.groups) > MOST_GROUPS:
                 yield at(manifest, (*cluster.path, "workerGroupSpecs"), f"{len(cluster.groups)} groups",
@@ -50,12 +50,12 @@ def kueue(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                          '"true", with Kueue\'s feature gate ElasticJobsViaWorkloadSlices')
 
 
-def _flavors(manifest: Manifest, there: set[tuple[str, str]]) -> Iterator[Problem]:
+def _flavors(manifest: Manifest, objects: set[tuple[str, str]]) -> Iterator[Problem]:
     for number, group in enumerate(get(manifest, "spec", "resourceGroups", default=[])):
         for index, flavor in enumerate(group.get("flavors", [])):
             path = ("spec", "resourceGroups", number, "flavors", index)
-            if ("ResourceFlavor", flavor["name"]) not in there:
-                yield at(manifest, (*path, "name"), f"no ResourceFlavor {flavor['name']!r} comes with it",
+            if ("ResourceFlavor", flavor["name"]) not in objects:
+                yield at(manifest, (*path, "name"), f"no ResourceFlavor {flavor['name']!r} in the manifests",
                          "correct the name, or add it")
             if [entry["name"] for entry in flavor["resources"]] != group["coveredResources"]:
                 yield at(manifest, (*path, "resources"), "not the covered resources, in their order",
@@ -73,7 +73,7 @@ def volcano(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             yield at(cluster.manifest, ("metadata", "labels", VOLCANO), "set beside Kueue's queue",
                      "keep one of the two")
         if queues and name not in queues:
-            yield at(cluster.manifest, ("metadata", "labels", VOLCANO), f"no Queue {name!r} comes with it",
+            yield at(cluster.manifest, ("metadata", "labels", VOLCANO), f"no Queue {name!r} in the manifests",
                      f"one of {', '.join(sorted(queues))}")
         capability = get(queues.get(name), "spec", "capability", default={})
         for resource, text in capability.items():
@@ -81,7 +81,7 @@ def volcano(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             if limit is not None and needed > limit:
                 yield at(queues[name], ("spec", "capability", resource),
                          f"{text}, but the gang of {cluster.manifest['metadata']['name']} needs {float(needed):g}",
-                         "raise it, or lower minReplicas: else the gang waits for ever")
+                         "raise it, or lower minReplicas: otherwise the gang waits forever")
 
 
 def _gang(cluster: Cluster, resource: str) -> Fraction:

@@ -12,43 +12,46 @@ from tidewheel.kubernetes.rules.policy import selects
 
 def resolve(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report references to missing objects, except Secrets, which are created elsewhere."""
-    there = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
+    objects = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
     for template in templates(manifests):
         path = (*template.path, "spec")
         account = get(template.spec, "serviceAccountName")
-        if account not in (None, "default") and ("ServiceAccount", account) not in there:
-            yield at(template.manifest, (*path, "serviceAccountName"), f"no ServiceAccount {account!r} comes with it",
-                     "correct the name, or add it: the operator makes none of a given name")
+        if account not in (None, "default") and ("ServiceAccount", account) not in objects:
+            yield at(template.manifest, (*path, "serviceAccountName"),
+                     f"no ServiceAccount {account!r} in the manifests",
+                     "correct the name, or add it: the operator creates none with a given name")
         volumes = {volume["name"] for volume in get(template.spec, "volumes", default=[])}
         volumes |= {get(claim, "metadata", "name")
                     for claim in get(template.manifest, "spec", "volumeClaimTemplates", default=[])}
         for at_container, container in template.containers:
-            for number, mount in enumerate(get(container, "volumeMounts", default=[])):
+            for index, mount in enumerate(get(container, "volumeMounts", default=[])):
                 if mount["name"] not in volumes:
-                    yield at(template.manifest, (*at_container, "volumeMounts", number, "name"),
+                    yield at(template.manifest, (*at_container, "volumeMounts", index, "name"),
                              f"no volume {mount['name']!r} in this pod", "add it to volumes, or correct the name")
-        for number, volume in enumerate(get(template.spec, "volumes", default=[])):
-            yield from _source(template.manifest, (*path, "volumes", number), volume, there)
+        for index, volume in enumerate(get(template.spec, "volumes", default=[])):
+            yield from _source(template.manifest, (*path, "volumes", index), volume, objects)
     for manifest in manifests:
         if manifest["kind"] != "RoleBinding":
             continue
         role = manifest["roleRef"]
-        if (role["kind"], role["name"]) not in there:
-            yield at(manifest, ("roleRef", "name"), f"no {role['kind']} {role['name']!r} comes with it",
+        if (role["kind"], role["name"]) not in objects:
+            yield at(manifest, ("roleRef", "name"), f"no {role['kind']} {role['name']!r} in the manifests",
                      "correct the name")
-        for number, subject in enumerate(get(manifest, "subjects", default=[])):
-            if subject["kind"] == "ServiceAccount" and (subject["kind"], subject["name"]) not in there:
-                yield at(manifest, ("subjects", number, "name"), f"no ServiceAccount {subject['name']!r} comes with it",
+        for index, subject in enumerate(get(manifest, "subjects", default=[])):
+            if subject["kind"] == "ServiceAccount" and (subject["kind"], subject["name"]) not in objects:
+                yield at(manifest, ("subjects", index, "name"),
+                         f"no ServiceAccount {subject['name']!r} in the manifests",
                          "correct the name")
 
 
 def _source(manifest: Manifest, path: tuple[Any, ...], volume: dict[str, Any],
-            there: set[tuple[str, Any]]) -> Iterator[Problem]:
+            objects: set[tuple[str, Any]]) -> Iterator[Problem]:
     for kind, field, key in (("ConfigMap", "configMap", "name"), ("PersistentVolumeClaim", "persistentVolumeClaim",
                                                                   "claimName")):
         name = get(volume, field, key)
-        if name is not None and (kind, name) not in there and not get(volume, field, "optional"):
-            yield at(manifest, (*path, field, key), f"no {kind} {name!r} comes with it", "correct the name, or add it")
+        if name is not None and (kind, name) not in objects and not get(volume, field, "optional"):
+            yield at(manifest, (*path, field, key), f"no {kind} {name!r} in the manifests",
+                     "correct the name, or add it")
 
 
 def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
@@ -64,32 +67,33 @@ def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         roles = {label.get("tidewheel.io/role") for label in labels}
         if path and not any(selects(get(manifest, *path, default={}), each) for each in labels) \
                 and not ("submitter" not in roles and _only_submitters(get(manifest, *path, default={}))):
-            yield at(manifest, path, "selects no pod that comes with it", "the labels of the pods it is for")
+            yield at(manifest, path, "selects no pod in the manifests", "use the labels of the intended pods")
         if manifest["kind"] == "PodDisruptionBudget":
             yield from _budget(manifest)
         if manifest["kind"] == "PodMonitor":
             ports = {port.get("name") for pod, each in zip(pods, labels)
                      if selects(get(manifest, "spec", "selector", default={}), each)
                      for _, container in pod.containers for port in get(container, "ports", default=[])}
-            for number, endpoint in enumerate(get(manifest, "spec", "podMetricsEndpoints", default=[])):
+            for index, endpoint in enumerate(get(manifest, "spec", "podMetricsEndpoints", default=[])):
                 if endpoint.get("port") not in ports:
-                    yield at(manifest, ("spec", "podMetricsEndpoints", number, "port"),
+                    yield at(manifest, ("spec", "podMetricsEndpoints", index, "port"),
                              f"no pod has a port {endpoint.get('port')!r}",
                              f"one of {', '.join(sorted(map(str, ports)))}")
         if manifest["kind"] == "Service" and get(manifest, "spec", "selector") and not any(
                 selects({"matchLabels": manifest["spec"]["selector"]}, each) for each in labels):
-            yield at(manifest, ("spec", "selector"), "selects no pod that comes with it", "the labels of its pods")
+            yield at(manifest, ("spec", "selector"), "selects no pod in the manifests", "use the labels of its pods")
     for pod in pods:
         for where, value in walk(get(pod.spec, "topologySpreadConstraints", default=[])):
             if where and where[-1] == "labelSelector" and not selects(value, pod.labels):
                 yield at(pod.manifest, (*pod.path, "spec", "topologySpreadConstraints", *where),
-                         "does not select the pod's own kind, so it spreads nothing", "the labels of this template")
+                         "does not select the template's own pods, so it has no effect",
+                         "use the labels of this template")
 
 
 def _budget(manifest: Manifest) -> Iterator[Problem]:
     """Report budgets that are not an absolute minAvailable: Ray's pods have no controller with a scale."""
     if get(manifest, "spec", "maxUnavailable") is not None:
-        yield at(manifest, ("spec", "maxUnavailable"), "not for pods without a controller that can be scaled",
+        yield at(manifest, ("spec", "maxUnavailable"), "not allowed for pods without a scalable controller",
                  "minAvailable, a whole number")
     elif not isinstance(get(manifest, "spec", "minAvailable"), int):
         yield at(manifest, ("spec", "minAvailable"), f"{get(manifest, 'spec', 'minAvailable')!r}", "a whole number")

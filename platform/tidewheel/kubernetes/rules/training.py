@@ -41,10 +41,10 @@ def configuration(manifests: Sequence[Manifest]) -> tuple[TrainConfig | None, li
 
 def check(manifests: Sequence[Manifest], config: TrainConfig) -> Iterator[Problem]:
     """Report what keeps the run from starting, growing to its largest legal size, or using all pods."""
-    found = list(clusters(manifests))
-    for cluster in found:
+    ray_clusters = list(clusters(manifests))
+    for cluster in ray_clusters:
         yield from _sizes(cluster, config)
-    yield from _storage(found, config)
+    yield from _storage(ray_clusters, config)
 
 
 def _sizes(cluster: Cluster, config: TrainConfig) -> Iterator[Problem]:
@@ -61,70 +61,70 @@ def _sizes(cluster: Cluster, config: TrainConfig) -> Iterator[Problem]:
                  f"another overlay, or another elastic.gpus_per_worker{' or elastic.placement' * bool(asked)}")
         return
     sizes = legal.sizes(config)
-    places = {id(group): workers_per_pod(group, config) for group in groups}
+    slots = {id(group): workers_per_pod(group, config) for group in groups}
     for group in groups:
-        yield from _pod(cluster, group, places[id(group)], config)
-    least = sum(get(group.group, "minReplicas", default=0) * places[id(group)] for group in groups)
-    most = sum(get(group.group, "maxReplicas", default=0) * places[id(group)] for group in groups)
+        yield from _pod(cluster, group, slots[id(group)], config)
+    least = sum(get(group.group, "minReplicas", default=0) * slots[id(group)] for group in groups)
+    most = sum(get(group.group, "maxReplicas", default=0) * slots[id(group)] for group in groups)
     first = groups[0]
     at_first = (*first.path[:-1],)
-    if not places[id(first)]:
+    if not slots[id(first)]:
         return
     if least < sizes[0]:
         yield at(cluster.manifest, (*at_first, "minReplicas"),
                  f"the groups always have {least} workers, the run starts with {sizes[0]}",
-                 f"{math.ceil(sizes[0] / places[id(first)])}, at {places[id(first)]} workers to a pod")
+                 f"{math.ceil(sizes[0] / slots[id(first)])}, at {slots[id(first)]} workers to a pod")
     elif least > sizes[-1]:
         yield at(cluster.manifest, (*at_first, "minReplicas"),
                  f"the groups always have {least} workers, the run uses at most {sizes[-1]}",
-                 f"{math.ceil(sizes[0] / places[id(first)])}")
-    last = next((group for group in reversed(groups) if places[id(group)]), first)
+                 f"{math.ceil(sizes[0] / slots[id(first)])}")
+    last = next((group for group in reversed(groups) if slots[id(group)]), first)
     if most < sizes[-1]:
         yield at(cluster.manifest, (*last.path[:-1], "maxReplicas"),
                  f"the groups grow to {most} workers, the run to {sizes[-1]}",
-                 f"{math.ceil((sizes[-1] - most) / places[id(last)])} more, or lower elastic.max_workers")
-    elif most - sizes[-1] >= places[id(last)]:
+                 f"{math.ceil((sizes[-1] - most) / slots[id(last)])} more, or lower elastic.max_workers")
+    elif most - sizes[-1] >= slots[id(last)]:
         fits = max((size for size in sizes if size <= most), default=0)
         yield at(cluster.manifest, (*last.path[:-1], "maxReplicas"),
                  f"the groups grow to {most} workers, of which a batch of {config.batch.virtual_ranks} virtual ranks "
                  f"and elastic.max_workers {elastic.max_workers} let {fits} be used",
-                 f"{(most - sizes[-1]) // places[id(last)]} less, or another batch.virtual_ranks: it must be a "
+                 f"{(most - sizes[-1]) // slots[id(last)]} less, or another batch.virtual_ranks: it must be a "
                  "multiple of the data-parallel size")
 
 
-def _pod(cluster: Cluster, group: Template, places: int, config: TrainConfig) -> Iterator[Problem]:
+def _pod(cluster: Cluster, group: Template, slots: int, config: TrainConfig) -> Iterator[Problem]:
     elastic, parallel = config.elastic, config.parallel
     resources = (*group.path, "spec", "containers", 0, "resources", "limits")
     gpus = group.offers(GPU)
-    if not places:
+    if not slots:
         resource = GPU if elastic.gpus_per_worker and gpus < elastic.gpus_per_worker else "cpu"
-        wanted = elastic.gpus_per_worker if resource == GPU else elastic.cpus_per_worker
+        per_worker = elastic.gpus_per_worker if resource == GPU else elastic.cpus_per_worker
         yield at(cluster.manifest, (*resources, resource), f"{float(group.offers(resource)):g}: no room for one worker",
-                 f"at least {wanted:g}")
+                 f"at least {per_worker:g}")
         return
     for_gpus = math.floor(float(gpus) / elastic.gpus_per_worker + 1e-6) if elastic.gpus_per_worker else 0
-    if places < for_gpus:
+    if slots < for_gpus:
         yield at(cluster.manifest, (*resources, "cpu"),
-                 f"{float(group.offers('cpu')):g} CPUs are enough for {places} workers, but it has {float(gpus):g} "
+                 f"{float(group.offers('cpu')):g} CPUs are enough for {slots} workers, but it has {float(gpus):g} "
                  "GPUs",
                  f"{math.ceil(for_gpus * elastic.cpus_per_worker)} CPUs, or fewer elastic.cpus_per_worker")
     inside = parallel.tensor * parallel.context
-    if inside > 1 and places % inside:
+    if inside > 1 and slots % inside:
         name = "tensor x context" if parallel.context > 1 else "tensor"
         yield at(cluster.manifest, (*resources, GPU if gpus else "cpu"),
-                 f"{places} workers to a pod, but parallel.{name} {inside} does not divide them: its ranks would span "
-                 "two",
-                 f"a multiple of {inside} to a pod, or a smaller {name}")
+                 f"{slots} workers to a pod, but parallel.{name} {inside} does not divide them: a group "
+                 "of ranks would span two pods",
+                 f"use a multiple of {inside} to a pod, or a smaller {name}")
 
 
-def _storage(found: Sequence[Cluster], config: TrainConfig) -> Iterator[Problem]:
-    if not found:
+def _storage(ray_clusters: Sequence[Cluster], config: TrainConfig) -> Iterator[Problem]:
+    if not ray_clusters:
         return
-    manifest = found[0].manifest
+    manifest = ray_clusters[0].manifest
     where = name_of(manifest)
     if not is_remote(config.run.uri):
-        yield Problem(where, "config: run.uri", f"{config.run.uri!r} is a folder inside a pod, and goes with it",
-                      "s3://bucket/prefix, which all pods reach")
+        yield Problem(where, "config: run.uri", f"{config.run.uri!r} is a folder inside a pod, and is lost with it",
+                      "use s3://bucket/prefix, which all pods can reach")
     uris = [("data.uri", config.data.uri)] if config.data.uri else []
     if config.data.mixture is not None:
         uris += [(f"data.mixture.domains.{name}.shards", domain.shards)
@@ -132,11 +132,11 @@ def _storage(found: Sequence[Cluster], config: TrainConfig) -> Iterator[Problem]
     for name, uri in uris:
         if not is_remote(uri):
             yield Problem(where, f"config: {name}", f"{uri!r} is not in the pods", "s3://bucket/prefix")
-    for cluster in found:
+    for cluster in ray_clusters:
         for group in training_groups(cluster, config):
             mounts = [mount["mountPath"] for mount in get(group.spec, "containers", 0, "volumeMounts", default=[])]
             for name, folder in (("data.cache", config.data.cache), ("compile_cache", config.compile_cache)):
                 if folder and not any(f"{folder}/".startswith(mount.rstrip("/") + "/") for mount in mounts):
                     yield Problem(name_of(cluster.manifest), join(*group.path, "spec", "containers", 0, "volumeMounts"),
-                                  f"{name} is {folder}, where no volume is",
+                                  f"{name} is {folder}, which is not on a volume",
                                   "a folder below /cache, or mount a volume there")

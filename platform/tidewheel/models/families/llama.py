@@ -103,7 +103,7 @@ class Llama(Model):
         """
         if not self.qk_norm and self.dim % self.num_heads:
             raise ConfigError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}, which transformers "
-                              "demands of Llama", where="model", fix="export models with such widths or with qk_norm")
+                              "requires of Llama", where="model", fix="export models with such widths or with qk_norm")
         kind = "Qwen3" if self.qk_norm else "Llama"
         rope: dict[str, Any] = {"rope_type": "default"}
         if (scaling := self.rope_scaling) is not None:
@@ -159,4 +159,4 @@ class Llama(Model):
         except (KeyError, TypeError, pydantic.ValidationError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
             raise ConfigError(f"config.json is not complete: {reason[:300]}", where=where,
-                              fix="download the model anew") from None
+                              fix="download the model again") from None

@@ -90,8 +90,9 @@ class RewardProcess(contextlib.AbstractContextManager["RewardProcess"]):
                                            env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
             answer, _ = self._ask(self._child, None, START_SECONDS)
             if answer is None or "wrong" in answer:
-                told = answer["wrong"][0] if answer else _ending(self._reap())
-                raise ConfigError(f"the process of the reward does not start: {told}", where=name_of(type(self.reward)),
+                problem = answer["wrong"][0] if answer else _ending(self._reap())
+                raise ConfigError(f"the process of the reward does not start: {problem}",
+                                  where=name_of(type(self.reward)),
                                   fix="see the messages above; its module must be importable from here")
         return self._child
 

@@ -44,21 +44,21 @@ def _is_text(head: bytes) -> bool:
     return not any(byte < 9 or 13 < byte < 32 for byte in head)
 
 
-def of_manifest(place: storage.Store, tokenizer: Mapping[str, Any]) -> Encoder:
+def of_manifest(set_store: storage.Store, tokenizer: Mapping[str, Any]) -> Encoder:
     """Return the encoder of a shard set.
 
     Args:
-        place: the set's folder.
+        set_store: the set's folder.
         tokenizer: `Manifest.tokenizer`.
 
     Raises:
         ShardError: the file is missing or damaged, or the manifest's settings do not fit it.
     """
-    where = place.at(tokenizer["file"])
+    where = set_store.at(tokenizer["file"])
     known = {field.name for field in fields(Settings)}
     given = {name: value for name, value in (tokenizer.get("settings") or {}).items() if name in known}
     try:
-        data = place.read(storage.safe_key(tokenizer["file"]))
+        data = set_store.read(storage.safe_key(tokenizer["file"]))
         settings = replace(Settings(**given), bos_token=tokenizer.get("bos"), eos_token=tokenizer["eos"],
                            pad_token=tokenizer["pad"])
         return _FORMATS[tokenizer.get("format", HuggingFace.format)](data, settings)

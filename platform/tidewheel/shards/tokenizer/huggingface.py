@@ -25,7 +25,7 @@ class HuggingFace(Encoder):
         # "<|endoftext|>" inside a document is plain text: only the policy may end a document
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
-        special = {token.content: number for number, token in sorted(added.items()) if token.special}
+        special = {token.content: token_id for token_id, token in sorted(added.items()) if token.special}
         return special, max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def _id(self, name: str) -> int | None:
@@ -46,7 +46,7 @@ class HuggingFace(Encoder):
 
     @cached_property
     def with_control_tokens(self) -> Any:
-        """A `tokenizers.Tokenizer` that interprets special tokens in a text; for chat templates only."""
+        """Return a `tokenizers.Tokenizer` that interprets special tokens in a text; for chat templates only."""
         tokenizer = self._parse()
         tokenizer.encode_special_tokens = False
         return tokenizer

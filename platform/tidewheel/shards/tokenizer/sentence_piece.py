@@ -21,12 +21,13 @@ class SentencePiece(Encoder):
     def _open(self) -> tuple[dict[str, int], int]:
         self._model = _load(self.data)
         size = self._model.get_piece_size()
-        special = {self._model.id_to_piece(number): number for number in range(size) if self._model.is_control(number)}
+        special = {self._model.id_to_piece(token_id): token_id
+                   for token_id in range(size) if self._model.is_control(token_id)}
         return special, size
 
     def _own_mark(self, kind: str) -> int | None:
-        number = {"bos": self._model.bos_id, "eos": self._model.eos_id, "pad": self._model.pad_id}[kind]()
-        return number if number >= 0 else None
+        token_id = {"bos": self._model.bos_id, "eos": self._model.eos_id, "pad": self._model.pad_id}[kind]()
+        return token_id if token_id >= 0 else None
 
     def encode_plain(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         lengths, parts = np.zeros(len(texts) + 1, np.int64), [np.zeros(0, np.uint32)]

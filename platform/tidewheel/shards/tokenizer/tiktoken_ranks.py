@@ -51,7 +51,7 @@ class Tiktoken(Encoder):
         ranks = read_ranks(self.data)
         pattern, special = self._encoding(len(ranks))
         taken = set(ranks.values())
-        if clash := [name for name, number in special.items() if number in taken or number < 0]:
+        if clash := [name for name, token_id in special.items() if token_id in taken or token_id < 0]:
             raise InputError(f"the special tokens {', '.join(clash)} have ids that the file gives to others",
                              where="tokenizer", fix="correct tokenize.encoding or tokenize.special_tokens")
         try:
@@ -107,7 +107,7 @@ def read_ranks(data: bytes) -> dict[bytes, int]:
         InputError: a line is wrong, a rank occurs twice, or a single byte has no token.
     """
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.splitlines(), 1):
+    for line_number, line in enumerate(data.splitlines(), 1):
         if not line:
             continue
         try:
@@ -116,7 +116,7 @@ def read_ranks(data: bytes) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise _wrong(f"line {number} is not a token and a rank: {line[:60]!r}") from None
+            raise _wrong(f"line {line_number} is not a token and a rank: {line[:60]!r}") from None
     if len(set(ranks.values())) != len(ranks):
         raise _wrong("a rank occurs twice")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
@@ -135,8 +135,8 @@ def from_gpt2(merges: bytes, vocabulary: bytes) -> bytes:
         InputError: a file is damaged, or the two do not belong together.
     """
     names = {**{chr(byte): byte for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}}
-    others = [byte for byte in range(256) if chr(byte) not in names]
-    names |= {chr(256 + index): byte for index, byte in enumerate(others)}
+    other_bytes = [byte for byte in range(256) if chr(byte) not in names]
+    names |= {chr(256 + index): byte for index, byte in enumerate(other_bytes)}
     try:
         ids = json.loads(vocabulary)
         lines = [line.split(" ") for line in merges.decode("utf-8").split("\n")[1:] if line]

@@ -91,8 +91,8 @@ class Transfer:
             if not timeout.expired():
                 raise
             seconds = asyncio.get_running_loop().time() - self._began
-            came = f"{self.received} bytes" if self.received else "no answer"
-            raise SilentError(f"{came} within {seconds:.0f} s") from error
+            progress = f"{self.received} bytes" if self.received else "no answer"
+            raise SilentError(f"{progress} within {seconds:.0f} s") from error
 
     async def body(self, chunks: AsyncIterator[bytes]) -> bytes:
         """Return a download's content; it must keep up the least throughput."""
@@ -207,7 +207,7 @@ def identity_of(service: type[Service]) -> str:
 
 
 def _renew(service: Service, used: Connection) -> None:
-    """Have the next try make a new client, which looks for credentials anew."""
+    """Make the next try create a new client, which looks for credentials again."""
     kind = type(service)
     if connection(kind).client is used.client:  # else another thread has done so
         logger.info("the credentials for %s:// have expired: looking for new ones", kind.scheme)

@@ -82,13 +82,12 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
                 "the endpoint of the region")
     if code(error) == SKEW_CODE:
         return StorageError(f"this machine's clock is wrong, so the store refuses its signatures ({reason})",
-                            where=where, fix="set the clock (chrony, ntp); `tidewheel doctor --storage URI` tells by "
+                            where=where, fix="set the clock (chrony, ntp); `tidewheel doctor --storage URI` shows by "
                             "how much it is off")
     match problem(error):
         case Problem.EXPIRED:
             return StorageAwayError(f"the credentials have expired ({reason})", where=where,
-                                    fix="renew them where they came from (`aws sso login`, the credentials file): "
-                                    "each try reads them anew")
+                                    fix="renew them (`aws sso login`, the credentials file): each try reads them again")
         case Problem.UNREACHABLE:
             return StorageAwayError(f"the object store does not answer ({reason})", where=where,
                                     fix="check AWS_ENDPOINT_URL and that the server is up")
@@ -97,14 +96,13 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
                             fix="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role that may read "
                             "and write this bucket; `tidewheel doctor --storage URI` tests it")
     if isinstance(error, bx.ParamValidationError):
-        return StorageError(f"{bucket!r} is not a possible bucket name", where=where,
+        return StorageError(f"{bucket!r} is not a valid bucket name", where=where,
                             fix="3 to 63 small letters, digits, dots and dashes")
     if isinstance(error, SilentError):
         return StorageAwayError(f"the object store takes requests but does not answer in time ({reason})", where=where,
-                                fix="look at the store's health and the way to it; a proxy or a firewall in between "
-                                "shows itself like this, too")
+                                fix="check the store and the network; a proxy or a firewall can also cause this")
     return StorageAwayError(f"the object store failed ({reason})", where=where,
-                            fix="try again; if it persists, check AWS_ENDPOINT_URL and the store's health")
+                            fix="try again; if it persists, check AWS_ENDPOINT_URL and the store")
 
 
 def short(error: BaseException) -> str:

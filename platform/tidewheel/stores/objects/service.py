@@ -22,7 +22,7 @@ class Problem(Enum):
 
     MISSING = "there is no such object or bucket"
     EXISTS = "the object exists, so it was not created"
-    BEYOND = "the range begins behind the object's end"
+    BEYOND = "the range begins after the object's end"
     NO_UPLOAD = "there is no such upload: it was completed or aborted"
     UNREACHABLE = "nothing listens there"
     TRANSIENT = "try again"

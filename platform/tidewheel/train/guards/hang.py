@@ -55,7 +55,7 @@ class Finding(NamedTuple):
     """Result of a survey of all ranks."""
 
     text: str
-    """Says which ranks are behind; "" if none is."""
+    """Text that names the ranks that are behind; "" if all are level."""
     ranks: tuple[int, ...] = ()
     """The ranks that are behind."""
 
@@ -194,7 +194,7 @@ class Watch:
         elif not self._closed.is_set():
             self._finding = Finding(
                 f"rank {self._rank} has waited {self._limit:g} s at {_position(self._beat(0))}, and the store that the "
-                "ranks share does not answer: the process that keeps it, of rank 0, is stopped or gone")
+                "ranks share does not answer: the process of rank 0, which hosts the store, is stopped or gone")
         if self._finding.text:
             self._found.set()
 
@@ -251,8 +251,8 @@ def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds:
     lines += [f"rank {rank} is still at {_position(alive[rank])}" for rank in behind]
     waiting = [rank for rank in alive if rank not in behind]
     if waiting:
-        who = f"rank {waiting[0]} has" if len(waiting) == 1 else f"{len(waiting)} ranks have"
-        lines.append(f"{who} waited {seconds:g} s at {_position(alive[waiting[0]])}")
+        waiters = f"rank {waiting[0]} has" if len(waiting) == 1 else f"{len(waiting)} ranks have"
+        lines.append(f"{waiters} waited {seconds:g} s at {_position(alive[waiting[0]])}")
     return Finding("; ".join(lines), (*silent, *behind))
 
 

@@ -105,7 +105,7 @@ class Guard:
         if rollbacks >= self.config.max_rollbacks:
             raise ConfigError(f"{verdict.reason} at step {step} after {rollbacks} rollbacks, "
                               f"guards.max_rollbacks is {self.config.max_rollbacks}", where=where,
-                              fix=f"look at what was passed over with `tidewheel shards trace --run {where} --step "
+                              fix=f"see which data was skipped with `tidewheel shards trace --run {where} --step "
                               f"{step}`; then raise the limit, or {_CALMER}")
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Guard:
         self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
 
 
-_CALMER = ("lower optimizer.learning_rate or lengthen schedule's warm-up; the same command goes on from the last "
+_CALMER = ("lower optimizer.learning_rate or lengthen schedule's warm-up; the same command continues from the last "
            "checkpoint")
 
 
@@ -151,7 +151,7 @@ def _number(value: float) -> float | str:
 def window(positions: Positions, step: int, back_to: int, batches: int) -> Window:
     """Return the window that a rollback passes over.
 
-    It holds the batches of the newest steps, as far as they are newer than the checkpoint and contiguous.
+    It holds the batches of the newest steps that are contiguous and newer than the checkpoint.
 
     Args:
         positions: the run's positions.

@@ -69,9 +69,9 @@ class LogLine:
 
     def as_text(self) -> str:
         """Return the line as text. Each physical line begins with time, level, run, generation, rank and step."""
-        who = f"role={self.role}" if self.role else f"rank={self.rank}"
+        rank_or_role = f"role={self.role}" if self.role else f"rank={self.rank}"
         head = (f"{shown_time(self.time)} {self.level.upper():<8} {self.run} generation={self.generation} "
-                f"{who} step={self.step} {self.logger}: ")
+                f"{rank_or_role} step={self.step} {self.logger}: ")
         return "\n".join(head + part for part in self.text.split("\n"))
 
     def shown(self, style: str) -> str:

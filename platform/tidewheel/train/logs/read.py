@@ -82,7 +82,7 @@ class RunLogs:
     def _read(self, entry: Stamp) -> bytes:
         """Return the whole lines that were added to a file or object since the last look."""
         known = self._offsets.get(entry.key, 0)
-        offset = known if entry.bytes >= known else 0  # a shorter one was written anew
+        offset = known if entry.bytes >= known else 0  # a shorter file was rewritten
         content = self._store.read(entry.key, offset, entry.bytes - offset)
         content = content[:content.rfind(b"\n") + 1]
         self._offsets[entry.key] = offset + len(content)
@@ -123,7 +123,7 @@ def parse_since(text: str, now: float | None = None) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise ConfigError(f"{text!r} is no time", where="--since",
+        raise ConfigError(f"{text!r} is not a time", where="--since",
                           fix="give 10m (ten minutes ago; s, h and d too), 14:30, 2026-11-23T14:30, or "
                               "2026-11-23T14:30Z for UTC") from None
 
@@ -145,7 +145,7 @@ def _records(content: bytes) -> Iterator[dict[str, Any]]:
 
 def _note(record: dict[str, Any], last: LogLine | None, process: str) -> LogLine:
     """Return a line, behind the last one that is there, that says how many are missing."""
-    text = f"{record['detail']['lines']} lines are missing here: storage was away and the buffer was full"
+    text = f"{record['detail']['lines']} lines are missing here: storage was unavailable and the buffer was full"
     at = -1 - int(record["time"] * 1000)  # unique, and the offset of no line in the process's output
     if last is None:
         return LogLine(float(record["time"]), "warning", "", 0, 0, 0, __name__, text, process, at)

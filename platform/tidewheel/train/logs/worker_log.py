@@ -140,7 +140,7 @@ class WorkerLog:
         if self._terminal is None:
             return
         shown = [line.text for line in lines if line.logger == PRINTED or line.level not in ("debug", "info")]
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # no process reads it any longer
             os.write(self._terminal, "".join(f"{text}\n" for text in shown).encode())
 
 
@@ -230,7 +230,7 @@ def _handling(handler: logging.Handler, level: str, *, capture: bool) -> Iterato
 
 def _prints(handler: logging.Handler) -> bool:
     """Return whether a handler writes to standard output or standard error, as Ray's do in its workers."""
-    if type(handler) is not logging.StreamHandler:
+    if not isinstance(handler, logging.StreamHandler):
         return False
     with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream without a descriptor
         return handler.stream.fileno() in (1, 2)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from tidewheel.train.memory.config import MemoryConfig
 
 if TYPE_CHECKING:
-    from torch import nn
+    from tidewheel.models.decoder import Decoder
 
 __all__ = ["MemoryConfig", "apply"]
 
 
-def apply(model: nn.Module, config: MemoryConfig) -> None:
+def apply(model: Decoder, config: MemoryConfig) -> None:
     """Checkpoint the activations of the decoder's blocks, in place; before compilation and before FSDP."""
     if config.activation_checkpointing != "none":
         from tidewheel.train.memory.activations import checkpoint_blocks

@@ -1,14 +1,15 @@
 """Activation checkpointing of a decoder's blocks, by torch's own means.
 
-A block's `forward` is replaced rather than the block wrapped: parameters keep their names, and FSDP's hooks stay
-outside, so that weights are gathered once for recomputation and backward.
+A block's `forward` is replaced (of a part of a block, its class) rather than the module wrapped: parameters keep their
+names, and FSDP's hooks stay outside, so that weights are gathered once for recomputation and backward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,17 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tidewheel.errors import ConfigError
+from tidewheel.models.attention import document_mask
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.family import Model
+from tidewheel.models.rope import rope_table
 from tidewheel.train.memory.config import MemoryConfig
 
 aten = torch.ops.aten
 _BLOCK = re.compile(r"(^|\.)blocks\.\d+$")
+PARTS = {"attention": "attention", "feed_forward": "ffn"}
+"""The module of a block that a kind of checkpointing recomputes."""
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default}
 """Matrix products with weights, in bf16, fp32 and fp8."""
 ATTENTION = {
@@ -35,21 +43,80 @@ COLLECTIVES = {torch.ops._c10d_functional.reduce_scatter_tensor.default,
 """Collectives, which are not repeated."""
 
 
-def checkpoint_blocks(model: nn.Module, config: MemoryConfig) -> None:
-    """Replace `forward` of a model's blocks with one that checkpoints activations.
+def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
+    """Replace `forward` of a model's blocks, or of a part of each, with one that checkpoints activations.
 
     Args:
         model: a decoder, or a pipeline stage's part of one.
         config: the kind of checkpointing; not none.
+
+    Raises:
+        ConfigError: the blocks have no such part, or no linear layer of a name in `keep_products`.
     """
     kind = config.activation_checkpointing
-    blocks = [(name, block) for name, block in model.named_modules() if _BLOCK.search(name)]
-    for name, block in blocks:
-        if kind == "every_nth" and int(name.rpartition(".")[2]) % config.every:  # its number in the whole model
+    blocks = [(int(name.rpartition(".")[2]), block) for name, block in model.named_modules() if _BLOCK.search(name)]
+    contexts = None
+    if kind == "selective":
+        names = product_names(model.config) if config.keep_products else ()
+        _check_names(config, names)
+        contexts = partial(_selective, config, names)
+    for index, block in blocks:  # the index in the whole model, also in a pipeline stage
+        if config.keeps_block(index, model.config.num_layers):
             continue
-        contexts = partial(_selective, config.recompute_products) if kind == "selective" else None
+        if kind in PARTS:
+            part = _part(block, PARTS[kind])
+            part.__class__ = _recomputed(type(part))  # type: ignore[arg-type]
+            continue
         again = partial(_checkpointed, block.forward, contexts, kind == "offload")
         block.forward = again  # type: ignore[method-assign]
+
+
+def _part(block: nn.Module, name: str) -> nn.Module:
+    part = getattr(block, name, None)
+    if not isinstance(part, nn.Module):
+        raise ConfigError(f"the model family's block has no module {name!r}", where="memory.activation_checkpointing",
+                          fix="set memory.activation_checkpointing=full, or name the module so")
+    return part
+
+
+@functools.cache
+def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a module's class whose forward pass is recomputed.
+
+    A new `forward` for each module, as blocks get, would be compiled again for every block: the code that the compiler
+    shares between blocks depends on the classes of the modules inside.
+    """
+    class Recomputed(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor, *shared: Any) -> torch.Tensor:
+            return _checkpointed(super().forward, None, False, x, *shared)
+
+    Recomputed.__name__ = Recomputed.__qualname__ = kind.__name__
+    return Recomputed
+
+
+def _check_names(config: MemoryConfig, names: Sequence[str]) -> None:
+    for kept in config.keep_products:
+        if not any(name == kept or name.endswith(f".{kept}") for name in names):
+            raise ConfigError(f"a block has no linear layer {kept!r}; it has {', '.join(names)}",
+                              where="memory.keep_products", fix="name layers that it has")
+
+
+def product_names(model: Model) -> tuple[str, ...]:
+    """Return the names of a block's linear layers in the order in which it computes their products.
+
+    Args:
+        model: the model family's settings; a block of it runs on the meta device.
+    """
+    names: list[str] = []
+    with torch.device("meta"), torch.no_grad():
+        block = model.block()
+        for name, layer in block.named_modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda *_, name=name: names.append(name))
+        positions = torch.zeros(1, 2, dtype=torch.int64)
+        rope = rope_table(positions, model.head_width, model.rope_theta)
+        block(torch.zeros(1, 2, model.dim), rope, document_mask(positions))
+    return tuple(names)
 
 
 def _checkpointed(forward: Callable[..., torch.Tensor], contexts: Callable[[], Any] | None, offload: bool,
@@ -63,15 +130,21 @@ def _checkpointed(forward: Callable[..., torch.Tensor], contexts: Callable[[], A
         return checkpoint(forward, x, *shared, use_reentrant=False, preserve_rng_state=False, **extra)
 
 
-def _selective(recompute_products: int) -> Any:
-    """Return the two contexts of a checkpointed block, which count its matrix products in each pass."""
+def _selective(config: MemoryConfig, names: Sequence[str]) -> Any:
+    """Return the two contexts of a checkpointed block, which count its matrix products in each pass.
+
+    Args:
+        config: which products to keep.
+        names: `product_names`; empty if the numbers decide.
+    """
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         save = operator in ATTENTION or operator in COLLECTIVES or operator.name() == VARLEN
         if operator in PRODUCTS:
             seen[context.is_recompute] += 1
-            save = not recompute_products or seen[context.is_recompute] % recompute_products != 0
+            number = seen[context.is_recompute]
+            save = config.keeps_product(number, names[number - 1] if names else "")
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -10,14 +10,14 @@ from tidewheel.train.trackers import DEFAULT, KIND, ChosenTracker
 
 
 class StragglerConfig(Config):
-    """A rank that works longer than the others: it makes all of them wait.
+    """Detection of a rank that works longer than the others and makes them wait.
 
-    Compared is a rank's own time per step: waiting for its data, and computing, without waiting for other ranks.
+    The comparison uses a rank's own time per step: waiting for data, and computing, without waiting for other ranks.
     """
 
     share: float = Field(default=0.2, gt=0)
-    """A rank this much over the median of all ranks, reading after reading, is named (of an even number of ranks the
-    lower median). `elastic.slow_worker` says what is done about one that is far over it."""
+    """Name a rank whose time stays this much over the median of all ranks, for `window` readings in a row. With an
+    even number of ranks, the lower median counts. `elastic.slow_worker` decides what happens to a much slower rank."""
     every_steps: int = Field(default=10, ge=0)
     """Steps between readings, one small gather each; 0: never."""
     window: int = Field(default=5, ge=1)
@@ -25,11 +25,11 @@ class StragglerConfig(Config):
 
 
 class MetricsConfig(Config):
-    """Where the figures of each step go, beside the console and metrics.jsonl."""
+    """Destinations of the metrics of each step, in addition to the console and metrics.jsonl."""
 
     every_steps: int = Field(default=1, ge=1)
-    """Steps between two lines of metrics; the last step has one too. Times and rates are of the steps since the last.
-    """
+    """Steps between two lines of metrics; the last step also has one. Times and rates cover the steps since the last
+    line."""
     trackers: tuple[ChosenTracker, ...] = DEFAULT
     """Further destinations: names of trackers, or their settings with the name in `kind`."""
     straggler: StragglerConfig = StragglerConfig()
@@ -41,7 +41,7 @@ class MetricsConfig(Config):
         for name in KIND.built_in():
             if isinstance(values, dict) and name in values:
                 raise ValueError(f"{name} is a tracker: write trackers: [..., {name}], or [..., {{kind: {name}, ...}}] "
-                                 "with its settings, and leave it out where it is not wanted")
+                                 "with its settings, and leave it out to turn it off")
         return values
 
 

@@ -49,7 +49,7 @@ class Tracker(Part):
     It runs in one thread of rank 0, beside the training, so a slow tracker delays no step. An error of a service that
     does not answer is logged, counted ("tracker_failures" in metrics.jsonl) and reported once, in an event
     `sink_failed`; the tracker gets the next record nevertheless. A mistake in its code ends the run. Each generation of
-    workers opens the tracker anew. A step that is done again after a failure comes again, with a later "time".
+    workers opens the tracker again. A step that is repeated after a failure is logged again, with a later "time".
     """
 
     STORE_SECONDS: ClassVar[float] = 0.0

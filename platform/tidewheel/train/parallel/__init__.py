@@ -6,10 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tidewheel.train.parallel.initial_weights import init_weights
     from tidewheel.train.parallel.mesh import Mesh
-    from tidewheel.train.parallel.model import ParallelModel, build, init_weights, local
+    from tidewheel.train.parallel.model import ParallelModel, build, local
 
-_MODULES = {"Mesh": "mesh", "ParallelModel": "model", "build": "model", "init_weights": "model", "local": "model"}
+_MODULES = {"Mesh": "mesh", "ParallelModel": "model", "build": "model", "init_weights": "initial_weights",
+            "local": "model"}
 
 __all__ = ["Mesh", "ParallelModel", "build", "init_weights", "local"]
 

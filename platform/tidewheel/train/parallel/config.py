@@ -28,7 +28,7 @@ class ParallelConfig(Config):
     tensor: int = Field(default=1, ge=1)
     """Workers that share each layer, with sequence and loss parallel."""
     pipeline: int = Field(default=1, ge=1)
-    """Pipeline stages' workers, each of which holds some of the layers."""
+    """Number of workers that share the layers as pipeline stages."""
     pipeline_schedule: ScheduleName = "1f1b"
     """Order in which micro-batches pass through the pipeline, see docs/pipeline_parallel.md."""
     pipeline_stages: int | None = Field(default=None, ge=1)
@@ -40,6 +40,9 @@ class ParallelConfig(Config):
     communicates least but keeps whole gradients between micro-batches. micro_batch: after each, so that only shards are
     kept; HSDP's replicas are still reduced once. auto: step below 100 M parameters, micro_batch above. A pipeline
     reduces once per step."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number type in which gradients are summed over data-parallel workers. bf16 sends half the bytes and rounds each
+    sum; micro-batches are still added up in fp32."""
     offload: bool = False
     """For zero2 and zero3: keep parameters, gradients and optimizer state in host memory (FSDP2's CPU offload)."""
 
@@ -54,6 +57,9 @@ class ParallelConfig(Config):
         if self.reduce == "micro_batch" and self.pipeline > 1:
             raise ValueError("reduce micro_batch, but torch's pipelines reduce after the last micro-batch; nearest "
                              "legal choice: step")
+        if self.reduce_dtype == "bf16" and self.replicate > 1 and self.reduce == "micro_batch":
+            raise ValueError(f"reduce_dtype bf16 with replicate {self.replicate} and reduce micro_batch would add up "
+                             "micro-batches in bf16; nearest legal choice: reduce step, or reduce_dtype fp32")
         if self.offload and not self.fully_sharded:
             raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest legal choice: zero2")
         usual = default_per_rank(self.pipeline_schedule)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tidewheel.models.attention import DocumentMask, choose_kernel, document_mask
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.documents import Documents
 from tidewheel.models.loss import product_dtype
 
 if TYPE_CHECKING:
@@ -88,21 +89,24 @@ class SharedRows:
         self._tensor = tensor
         self._group, self._rank, self._size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
-    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor) -> DocumentMask:
+    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None) -> DocumentMask:
         """Return the mask of this rank's queries; replaces `Decoder.mask`.
 
         Args:
             segment_ids: [B, L], of whole rows.
             x: [B, L / N / T, D], this rank's positions.
+            documents: of the whole rows.
         """
         length = segment_ids.shape[1]
         if x.shape[1] * self._tensor == length:  # not cut: generation
-            return self._mask_of_whole(segment_ids, x)
+            return self._mask_of_whole(segment_ids, x, documents)
         ranks = [kept_positions(length, rank, self._size, segment_ids.device) for rank in range(self._size)]
-        mine, everyone = ranks[self._rank], torch.cat(ranks)
-        kernel = choose_kernel(self._model.config.attention, x.device, product_dtype(x), whole=False)
-        return document_mask(segment_ids[:, mine], kernel, places=mine,
-                             key_segments=segment_ids[:, everyone], key_places=everyone, keys=self.keys)
+        own_positions = ranks[self._rank]
+        all_positions = torch.cat(ranks)
+        config = self._model.config
+        kernel = choose_kernel(config.attention, x.device, product_dtype(x), head_width=config.head_width, whole=False)
+        return document_mask(segment_ids[:, own_positions], kernel, places=own_positions,
+                             key_segments=segment_ids[:, all_positions], key_places=all_positions, keys=self.keys)
 
     def keys(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the keys and values of all ranks, in the order of the ranks; see `models.attention.Keys`.
@@ -130,6 +134,6 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (grad,) = grad_outputs
-        mine = torch.empty(ctx.shape, dtype=torch.float32, device=grad.device)
-        _reduce_scatter(mine, grad.float().contiguous(), group=ctx.group)
-        return mine.to(grad.dtype), None, None
+        own_gradient = torch.empty(ctx.shape, dtype=torch.float32, device=grad.device)
+        _reduce_scatter(own_gradient, grad.float().contiguous(), group=ctx.group)
+        return own_gradient.to(grad.dtype), None, None

@@ -1,14 +1,15 @@
 """Data parallelism: how gradients are summed and where optimizer state is kept.
 
 Gradients are summed over ranks, never averaged. The step divides once, by the global number of targets. They are fp32,
-also those of bf16 parameters: a sum of many micro-batches in bf16 loses the small ones.
+also those of bf16 parameters: a sum of many micro-batches in bf16 loses the small ones. `parallel.reduce_dtype` is the
+dtype of the sum over ranks alone.
 
 Each class implements one kind of data parallelism for one part of a model (a whole decoder or a pipeline stage):
 
 - `SingleProcess`: one data-parallel rank, nothing to reduce.
 - `Replicated` (ddp): every rank holds all parameters; gradients are all-reduced in buckets during the backward pass.
 - `ShardedOptimizer` (zero1): as above, and each rank updates its rows of every parameter.
-- `FullyShard` (zero2, zero3, HSDP): FSDP2.
+- `FullyShard` (zero2, zero3, HSDP): FSDP2, in `fully_shard.py`.
 
 In reproducible mode they get a `GradientOrder`, and `reproducible.exchange` replaces collectives that add.
 """
@@ -23,12 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tidewheel.train import fp8
 from tidewheel.train.parallel.tensor import complete_gradients
 from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
@@ -98,18 +96,20 @@ class SingleProcess:
 
 
 class Replicated(SingleProcess):
-    """Data parallelism with all parameters on every rank. Gradients are all-reduced once per step, in fp32.
+    """Data parallelism with all parameters on every rank. Gradients are all-reduced once per step.
 
     Args:
         part: a decoder or a pipeline stage.
         mesh: one-dimensional; None in reproducible mode on a single rank.
+        reduce_dtype: of the sum over ranks.
         order: of reproducible mode.
         sums: of reproducible mode, creates the sum of a bucket's gradients.
     """
 
-    def __init__(self, part: nn.Module, mesh: DeviceMesh | None, *, order: GradientOrder | None = None,
-                 sums: Callable[[], OrderedSum] | None = None) -> None:
+    def __init__(self, part: nn.Module, mesh: DeviceMesh | None, *, reduce_dtype: torch.dtype = torch.float32,
+                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part)
+        self._reduce_dtype = reduce_dtype
         self._group = mesh.get_group() if mesh is not None else None
         self._buckets = _buckets(reversed(list(part.parameters())))  # the backward pass begins with the last layers
         self._order = order
@@ -137,7 +137,7 @@ class Replicated(SingleProcess):
         self._in_flight.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def _flat(self, bucket: list[nn.Parameter]) -> torch.Tensor:
-        return torch.cat([local(_gradient(p)).reshape(-1) for p in bucket]).float()
+        return torch.cat([local(_gradient(p)).reshape(-1) for p in bucket]).to(self._reduce_dtype)
 
     def done(self, number: int, count: int) -> None:
         if self._order is None:
@@ -178,13 +178,14 @@ class ShardedOptimizer(Replicated):
     Args:
         part: a decoder or a pipeline stage.
         mesh: one-dimensional, the ranks.
+        reduce_dtype: of the sum over ranks.
         order: of reproducible mode.
         sums: of reproducible mode, creates the sum of a bucket's gradients.
     """
 
-    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, order: GradientOrder | None = None,
-                 sums: Callable[[], OrderedSum] | None = None) -> None:
-        super().__init__(part, mesh, order=order, sums=sums)
+    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reduce_dtype: torch.dtype = torch.float32,
+                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
+        super().__init__(part, mesh, reduce_dtype=reduce_dtype, order=order, sums=sums)
         self.mesh = mesh
         self._rows = [(name, nn.Parameter(_shard_rows(parameter.detach(), mesh))) for name, parameter in
                       part.named_parameters()]
@@ -218,105 +219,6 @@ class ShardedOptimizer(Replicated):
                 targets = [share[rank] for share in shares]
                 pieces = row[:sizes[rank]].split([target.numel() for target in targets])
                 torch._foreach_copy_(targets, [piece.view_as(t) for piece, t in zip(pieces, targets)])
-
-
-class FullyShard(SingleProcess):
-    """FSDP2: parameters, gradients and optimizer state are sharded by rows. Each block is gathered when it is used.
-
-    Args:
-        part: a decoder or a pipeline stage. Each of `part.blocks` is a unit; everything else is one more.
-        mesh: one-dimensional, or (replicate, shard). In reproducible mode it has only the shards.
-        reshard_after_forward: True for ZeRO-3; False keeps gathered parameters until the backward pass (ZeRO-2).
-        reduce_always: reduce-scatter gradients after every backward pass, not only after the last one.
-        offload: keep shards in host memory.
-        precision: dtypes of the blocks' gathered parameters and of the reduction; the rest is gathered unchanged.
-        order: of reproducible mode.
-        sums: of reproducible mode, creates the sum of a unit's gradients.
-    """
-
-    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
-                 offload: bool = False, precision: MixedPrecisionPolicy | None = None,
-                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
-        super().__init__(part)
-        self._reduce_always, self._order = reduce_always, order
-        self._in_fp32 = all(parameter.dtype == torch.float32 for parameter in part.parameters())
-        self._in_fp8 = fp8.gathers_in_fp8(part)
-        policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-        for block in blocks(part):
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy,
-                        mp_policy=precision or MixedPrecisionPolicy())
-        fully_shard(part, mesh=mesh, reshard_after_forward=False, offload_policy=policy,
-                    mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        for unit in self._units():  # gloo has no PREMUL_SUM, which other divide factors need
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-            if order is not None and sums is not None:
-                unit.set_custom_reduce_scatter(_OrderedReduceScatter(order, sums()))
-
-    def _units(self) -> Iterator[FSDPModule]:
-        return (module for module in self.part.modules() if isinstance(module, FSDPModule))
-
-    def zero_grad(self) -> None:
-        if not self._in_fp32:
-            self._reduce_in_fp32()
-            self._in_fp32 = True
-        super().zero_grad()
-
-    def _reduce_in_fp32(self) -> None:
-        """Let FSDP2 keep the gradients of 16-bit parameters in fp32, before and after their reduction.
-
-        Called before the first forward pass, when the parameters have their final storage. FSDP2 has no option for it:
-        it adds up the uses of a gathered parameter in that parameter's dtype, and rounds the reduced gradient to it.
-        """
-        root = self.part._get_fsdp_state()  # type: ignore[operator]
-        root._lazy_init()
-        for unit in self._units():
-            group = unit._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                unit.unshard()  # makes the gathered parameters, which FSDP2 uses from now on, and sets dtypes
-                accumulate_in_fp32(parameter.unsharded_param for parameter in group.fsdp_params)
-                unit.reshard()
-                group._orig_dtype = torch.float32
-        accumulate_in_fp32(self.part.parameters())
-
-    def begin(self, number: int, count: int) -> None:
-        if self._order is not None:
-            self._order.begin(number, count)
-            self.zero_grad()  # the `OrderedSum` holds the sum; FSDP2 must not accumulate on its own
-            return
-        assert isinstance(self.part, FSDPModule)
-        last = number == count - 1
-        self.part.set_requires_gradient_sync(last or self._reduce_always)
-        self.part.set_requires_all_reduce(last)
-
-    def refresh(self) -> None:
-        """Compute the scales of the weights that are gathered in fp8."""
-        if self._in_fp8:
-            fp8.update_scales(self.part)
-
-    def reshard(self) -> None:
-        """Shard the parameters again after a forward pass without a backward pass.
-
-        Otherwise parameters stay plain tensors, which neither the optimizer nor a checkpoint knows.
-        """
-        for unit in self._units():
-            unit.reshard()
-
-
-class _OrderedReduceScatter(ReduceScatter):
-    """Replacement for FSDP2's reduce-scatter, called after the backward pass of each micro-batch."""
-
-    def __init__(self, order: GradientOrder, total: OrderedSum) -> None:
-        self._order, self._total = order, total
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype,
-                 device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        self._total.add(input_tensor)
-        if self._order.last:  # earlier outputs become gradients that `FullyShard.begin` resets
-            output_tensor.copy_(self._total.shard())
 
 
 def blocks(part: nn.Module) -> list[nn.Module]:

@@ -68,14 +68,14 @@ def _zero_bubble(config: TrainConfig) -> str | None:
     parallel = config.parallel
     if parallel.pipeline == 1 or "zero_bubble" not in parallel.pipeline_schedule:
         return None
-    what = f"pipeline_schedule {parallel.pipeline_schedule} takes the gradients of weights in a pass of their own"
+    what = f"pipeline_schedule {parallel.pipeline_schedule} computes the gradients of weights in a separate pass"
     if config.compile:
-        return f"{what}, which compiled blocks do not have; nearest legal choice: interleaved_1f1b, or compile false"
+        return f"{what}, which compiled blocks do not support; nearest legal choice: interleaved_1f1b, or compile false"
     if parallel.data == "zero3":
-        return f"{what}, but zero3 has given the weights up by then; nearest legal choice: data zero2"
+        return f"{what}, but zero3 has freed the weights by then; nearest legal choice: data zero2"
     if config.memory.activation_checkpointing == "selective":
-        return (f"{what}, but what selective activation checkpointing keeps serves one pass; nearest legal choice: "
-                "activation_checkpointing full")
+        return (f"{what}, but the tensors that selective activation checkpointing keeps serve only one pass; nearest "
+                "legal choice: activation_checkpointing full")
     return None
 
 
@@ -196,7 +196,7 @@ def check_world(config: TrainConfig, world_size: int) -> None:
     if virtual % data:
         raise ConfigError(f"{data} workers cannot share {virtual} virtual ranks evenly", where="batch.virtual_ranks",
                           fix="make it a multiple of every number of workers the run may have, such as 12 or 60")
-    raise ConfigError(f"{data} data-parallel workers are no multiple of parallel.replicate {parallel.replicate}; "
+    raise ConfigError(f"{data} data-parallel workers are not a multiple of parallel.replicate {parallel.replicate}; "
                       f"nearest number of workers that is legal: {near}", where="parallel.replicate",
                       fix=f"start {near} workers, or change replicate")
 

@@ -1,4 +1,4 @@
-"""This rank's part of the model, sharded and compiled. Initial weights do not depend on the world size."""
+"""This rank's part of the model, sharded and compiled."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
 from tidewheel.train import fp8, memory, objectives
 from tidewheel.train.compile import compile_blocks
@@ -24,18 +24,12 @@ from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel import legal, tensor
-from tidewheel.train.parallel.data_parallel import (
-    FullyShard,
-    Replicated,
-    ShardedOptimizer,
-    SingleProcess,
-    blocks,
-    local,
-)
+from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks, local
+from tidewheel.train.parallel.fully_shard import FullyShard
 from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
 from tidewheel.train.parallel.pipeline import Pipeline, cut
 from tidewheel.train.parallel.stages import stages
-from tidewheel.train.precision import sharded_precision
+from tidewheel.train.precision import REDUCED, sharded_precision
 from tidewheel.train.reproducible.exchange import Group, OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 from tidewheel.train.runtime import Runtime
@@ -43,7 +37,7 @@ from tidewheel.train.runtime import Runtime
 if TYPE_CHECKING:
     from tidewheel.train.step import MicroBatch
 
-__all__ = ["KEEP_PARAMETERS", "ParallelModel", "build", "init_weights", "local", "parallelize"]
+__all__ = ["KEEP_PARAMETERS", "ParallelModel", "build", "local", "parallelize"]
 
 KEEP_PARAMETERS = 100_000_000
 """Below this number of parameters, `data: auto` is zero2 and `reduce: auto` is step, which communicate least."""
@@ -130,14 +124,14 @@ class ParallelModel:
                       scale: torch.Tensor | float | None) -> torch.Tensor:
         (part,), (data,) = self.parts, self.data
         losses = []
-        for number, micro in enumerate(micro_batches):
-            data.begin(number, len(micro_batches))
+        for index, micro in enumerate(micro_batches):
+            data.begin(index, len(micro_batches))
             with context:
                 sums = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
-                            self.objective.bound(micro))
+                            self.objective.bound(micro), micro.documents)
             loss = sums if sums.ndim == 0 else sums[0]
             (loss if scale is None else loss * scale).backward()
-            data.done(number, len(micro_batches))
+            data.done(index, len(micro_batches))
             losses.append(sums.detach())
         return torch.stack(losses)
 
@@ -150,9 +144,11 @@ class ParallelModel:
         micro = self._share(micro)
         with context or nullcontext():
             if self.pipeline is None:
-                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets,
+                                     documents=micro.documents)
             else:
-                last = self.pipeline.forward(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+                last = self.pipeline.forward(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
+                                             micro.documents)
                 loss = torch.zeros((), device=micro.tokens.device) if last is None else last
         return self._reported(loss)
 
@@ -292,14 +288,15 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         ordered = {"order": order, "sums": lambda: OrderedSum(order, replicas)}
     if group is None:
         return Replicated(part, None, **ordered) if ordered else SingleProcess(part)
-    return ShardedOptimizer(part, group, **ordered) if parallel.data == "zero1" else Replicated(part, group, **ordered)
+    kind = ShardedOptimizer if parallel.data == "zero1" else Replicated
+    return kind(part, group, reduce_dtype=REDUCED[parallel.reduce_dtype], **ordered)
 
 
 def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: DeviceMesh, device: torch.device,
                    num_parameters: int, order: GradientOrder | None) -> FullyShard:
     parallel = config.parallel
     ordered: dict[str, Any] = {}
-    precision = sharded_precision(config.precision, device)
+    precision = sharded_precision(config.precision, device, REDUCED[parallel.reduce_dtype])
     if order is not None:
         near = Group.shards(mesh)
         far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
@@ -332,19 +329,7 @@ def reduces_always(config: TrainConfig, mesh: Mesh, num_parameters: int) -> bool
         num_parameters: of the whole model.
     """
     reduce = config.parallel.reduce
+    if config.parallel.reduce_dtype == "bf16" and config.parallel.replicate > 1:
+        return False  # FSDP2 would add up micro-batches in bf16 before the all-reduce over replicas
     return (config.parallel.fully_sharded and mesh.size("shard", "context") > 1
             and (reduce == "micro_batch" or (reduce == "auto" and _large(config, num_parameters))))
-
-
-@torch.no_grad()
-def init_weights(model: ParallelModel, seed: int) -> None:
-    """Initialise every parameter. One whole parameter at a time is computed on CPU; each rank keeps its shard."""
-    for name, parameter in model.named_parameters():
-        value = init_parameter(name, parameter.shape, model.config, seed)
-        if isinstance(parameter, DTensor):
-            shard = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements,
-                                      src_data_rank=None)  # every rank has the value, so nothing is sent
-            parameter.to_local().copy_(shard.to_local())
-        else:
-            parameter.copy_(value)
-    model.refresh()

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.documents import Documents
 from tidewheel.train import objectives
 from tidewheel.train.objective import Objective
 from tidewheel.train.parallel.data_parallel import SingleProcess, local
@@ -131,7 +132,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
-                targets: torch.Tensor | None = None) -> torch.Tensor | None:
+                targets: torch.Tensor | None = None, documents: Documents | None = None) -> torch.Tensor | None:
         """Return the output of the whole decoder on the rank with the last stage, None on the others.
 
         The others do not wait for it, so the stages overlap several calls in a row.
@@ -141,13 +142,15 @@ class Pipeline:
             positions: of the tokens.
             segment_ids: of the tokens.
             targets: None: logits are returned.
+            documents: of the tokens.
         """
         x: torch.Tensor | None = None
         for stage, part in self._mine:
             if not stage.first and self._stages[stage.index - 1].rank != self._rank:
                 x = torch.empty(self._shape(tokens), dtype=self._dtype, device=self._device)
                 dist.recv(x, group=self._group, group_src=self._stages[stage.index - 1].rank)
-            x = part(tokens if stage.first else x, positions, segment_ids, targets if stage.last else None)
+            x = part(tokens if stage.first else x, positions, segment_ids, targets if stage.last else None,
+                     documents=documents)
             if not stage.last and self._stages[stage.index + 1].rank != self._rank:
                 self._send(stage.index, x.contiguous())
         return x if self.has_last else None
@@ -237,7 +240,7 @@ class _RowStage(PipelineStage):
         with self._context:
             return super().forward_maybe_with_nosync(
                 micro.tokens if self.is_first else args[0], micro.positions, micro.segment_ids,
-                micro.targets if self.is_last else None, objective)
+                micro.targets if self.is_last else None, objective, micro.documents)
 
 
 class _Loss:
@@ -285,20 +288,20 @@ class TiedEmbedding:
     @torch.no_grad()
     def copy_values(self) -> None:
         """Copy the embedding's values to the last stage."""
-        mine, copy = self._embedding(), self._copy()
-        values = self._pass(mine, copy, self.stages[0].rank, self.stages[-1].rank)
+        embedding, copy = self._embedding(), self._copy()
+        values = self._pass(embedding, copy, self.stages[0].rank, self.stages[-1].rank)
         if copy is not None and values is not None:
             local(copy).copy_(values)
 
     @torch.no_grad()
     def return_gradient(self) -> None:
         """Add the copy's gradient to the embedding's."""
-        mine, copy = self._embedding(), self._copy()
-        gradient = self._pass(None if copy is None else copy.grad, None if mine is None else mine.grad,
+        embedding, copy = self._embedding(), self._copy()
+        gradient = self._pass(None if copy is None else copy.grad, None if embedding is None else embedding.grad,
                               self.stages[-1].rank, self.stages[0].rank)
-        if mine is not None and gradient is not None:
-            assert mine.grad is not None
-            local(mine.grad).add_(gradient.to(mine.device))
+        if embedding is not None and gradient is not None:
+            assert embedding.grad is not None
+            local(embedding.grad).add_(gradient.to(embedding.device))
         if copy is not None:
             copy.grad = None
 

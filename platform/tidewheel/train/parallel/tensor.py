@@ -67,9 +67,9 @@ def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Parallel
             raise ConfigError(f"tensor_parallel() names {name!r}, which a block does not have", where="model.kind",
                               fix="name the modules as the block's attributes") from None
         if cut == "gathered":
-            others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)  # of attention: rope, mask
-            plan[name] = PrepareModuleInput(input_layouts=(Shard(1), *others),
-                                            desired_input_layouts=(Replicate(), *others))
+            unsharded = (None,) * (len(inspect.signature(module.forward).parameters) - 1)  # of attention: rope, mask
+            plan[name] = PrepareModuleInput(input_layouts=(Shard(1), *unsharded),
+                                            desired_input_layouts=(Replicate(), *unsharded))
         elif cut == "columns":
             plan[name] = ColwiseParallel()
         elif cut == "rows":

@@ -9,6 +9,7 @@ Suffixes of names give shapes: B rows, L positions, N = B L, D model width, V vo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tidewheel.models.config import LossConfig
-from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy
+from tidewheel.models.decoder import look_up
+from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy, minus_one
 
 
 def shard_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """Return [V, D] as a DTensor parameter of which each rank holds [V/T, D]."""
+    """Return [V, D] as a DTensor parameter; each rank holds [V/T, D]."""
     return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
 
 
@@ -35,6 +37,9 @@ class VocabularyEmbedding(nn.Module):
     computes that of its own rows.
     """
 
+    output_dtype: torch.dtype | None = None
+    """Dtype of the result; default: that of the weight."""
+
     def __init__(self, weight: torch.Tensor, mesh: DeviceMesh) -> None:
         super().__init__()
         self.weight, self.mesh = shard_rows(weight, mesh), mesh
@@ -43,9 +48,9 @@ class VocabularyEmbedding(nn.Module):
         """Return the embeddings [B, L/T, D] of int64 [B, L]; L must be a multiple of T."""
         weight_SD = _local(self.weight)
         row_BL, here_BL = _own_rows(tokens_BL, weight_SD.shape[0], self.mesh)
-        part_BLD = F.embedding(row_BL, weight_SD) * here_BL[..., None]
+        part_BLD = look_up(row_BL, weight_SD, self.output_dtype) * here_BL[..., None]
         part = DTensor.from_local(part_BLD, self.mesh, [Partial()], run_check=False)
-        return part.redistribute(placements=[Shard(1)]).to_local()
+        return part.redistribute(placements=[Shard(1)]).to_local().clone()  # FSDP2 cannot guard a view
 
 
 def whole_logits(x_BLD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -79,7 +84,7 @@ class VocabularyLoss(nn.Module):
         """
         x_ND, weight_SD = all_positions(x_BLD, self.mesh).flatten(0, 1), _local(weight_VD)
         targets_N, z_loss = targets_BL.flatten(), self.config.z_loss
-        rows = chunk_rows(len(targets_N), weight_SD.shape[0], self.config.chunk_tokens)
+        rows = chunk_rows(len(targets_N), weight_SD.shape[0], self.config.chunk_tokens, x_ND.device)
         if rows == len(targets_N):
             return self.cross_entropy(F.linear(x_ND, weight_SD), targets_N, z_loss)
         return linear_cross_entropy(x_ND, weight_SD, targets_N, rows=rows, z_loss=z_loss,
@@ -105,33 +110,29 @@ class VocabularyLoss(nn.Module):
             targets_N: int64, ids in the whole vocabulary.
             z_loss: weight of the z-loss.
         """
-        loss, gradient = self._loss_and_gradient(logits_NS.float(), targets_N, z_loss)
-        return loss, gradient.to(logits_NS.dtype)
+        return self._loss_and_gradient(logits_NS, targets_N, z_loss, logits_NS.dtype)
 
-    def _loss_and_gradient(self, logits_NS: torch.Tensor, targets_N: torch.Tensor,
-                           z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss_and_gradient(self, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float,
+                           dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and its gradient in `dtype`. Each pass over the logits reads them in their own dtype."""
         known_N, group = targets_N != IGNORED, self.mesh.get_group()
         row_N, here_N = _own_rows(targets_N, logits_NS.shape[1], self.mesh)
-        top_N = logits_NS.amax(dim=1)
+        top_N = logits_NS.amax(dim=1).float()
         dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
-        below_NS = logits_NS - top_N[:, None]
-        target_N = below_NS.gather(1, row_N[:, None])[:, 0] * here_N
-        exp_NS = below_NS.exp_()
-        sums_2N = torch.stack((exp_NS.sum(dim=1), target_N))
+        sums_2N = _fused(shard_sums, logits_NS)(logits_NS, top_N, row_N, here_N)
         dist.all_reduce(sums_2N, group=group)
         sum_N, target_N = sums_2N.unbind()
         loss = (sum_N.log() - target_N).masked_fill(~known_N, 0.0).sum()
         factor_N = (1 + 2 * z_loss * (sum_N.log() + top_N)) / sum_N
-        gradient_NS = exp_NS.mul_(factor_N[:, None])
-        gradient_NS.scatter_add_(1, row_N[:, None], -here_N[:, None].float())
-        return loss, gradient_NS.masked_fill_(~known_N[:, None], 0.0)
+        gradient_NS = _fused(shard_gradient, logits_NS)(logits_NS, top_N, factor_N, row_N, here_N, known_N, dtype)
+        return loss, gradient_NS
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float,
                 loss: VocabularyLoss) -> torch.Tensor:
-        value, gradient_NS = loss._loss_and_gradient(logits_NS.float(), targets_N, z_loss)
+        value, gradient_NS = loss._loss_and_gradient(logits_NS, targets_N, z_loss, torch.float32)
         ctx.dtype = logits_NS.dtype
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gradient_NS)
@@ -141,6 +142,48 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (gradient_NS,) = ctx.saved_tensors
         return (gradient_NS * grad_outputs[0]).to(ctx.dtype), None, None, None
+
+
+def shard_sums(logits_NS: torch.Tensor, top_N: torch.Tensor, row_N: torch.Tensor,
+               here_N: torch.Tensor) -> torch.Tensor:
+    """Return the sums of exponentials of a shard and the logits of its targets, both relative to `top`, fp32 [2, N].
+
+    Args:
+        logits_NS: this rank's shard.
+        top_N: the largest logit of each token, fp32.
+        row_N: int64, the target's column in the shard.
+        here_N: bool, whether the target is in the shard; the other logits are 0.
+    """
+    below_NS = logits_NS.float() - top_N[:, None]
+    target_N = below_NS.gather(1, row_N[:, None])[:, 0] * here_N
+    return torch.stack((below_NS.exp().sum(dim=1), target_N))
+
+
+def shard_gradient(logits_NS: torch.Tensor, top_N: torch.Tensor, factor_N: torch.Tensor, row_N: torch.Tensor,
+                   here_N: torch.Tensor, known_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the gradient of a shard's logits, exp(logits - top) factor - onehot(target), [N, S].
+
+    Args:
+        logits_NS: this rank's shard.
+        top_N: the largest logit of each token, fp32.
+        factor_N: fp32.
+        row_N: int64, the target's column in the shard.
+        here_N: bool, whether the target is in the shard.
+        known_N: bool, whether the token has a target; the other gradients are 0.
+        dtype: of the result.
+    """
+    gradient_NS = (logits_NS.float() - top_N[:, None]).exp() * factor_N[:, None]
+    return minus_one(gradient_NS, row_N, here_N).masked_fill_(~known_N[:, None], 0.0).to(dtype)
+
+
+def _fused(function: Callable[..., torch.Tensor], logits: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return a function compiled on a GPU, so that no fp32 buffer of the size of the logits exists."""
+    return _compiled(function) if logits.is_cuda else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(function)
 
 
 def all_positions(x_BLD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -156,8 +199,8 @@ def all_positions(x_BLD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _own_rows(ids: torch.Tensor, share: int, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (row in this rank's shard, whether the id is in it). The row of any other id is 0."""
     row = ids - mesh.get_local_rank() * share
-    here = (row >= 0) & (row < share)
-    return torch.where(here, row, 0), here
+    is_own = (row >= 0) & (row < share)
+    return torch.where(is_own, row, 0), is_own
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

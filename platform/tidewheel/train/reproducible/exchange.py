@@ -150,9 +150,9 @@ def _exchange(order: GradientOrder, tree: TreeSum, group: Group) -> TreeSum:
     if group.size == 1:
         return tree
     covers: Sequence[list[Node]] = [order.cover(members) for members in group.members]
-    mine, merged = [value for _, value in tree.nodes()], TreeSum()
+    own_values, merged = [value for _, value in tree.nodes()], TreeSum()
     for turn in range(max(map(len, covers))):
-        received = _all_to_all(mine[min(turn, len(mine) - 1)], group)
+        received = _all_to_all(own_values[min(turn, len(own_values) - 1)], group)
         for nodes, part in zip(covers, received.unbind()):
             if turn < len(nodes):
                 merged.add(nodes[turn], part)

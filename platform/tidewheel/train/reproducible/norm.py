@@ -68,8 +68,8 @@ def pieces(sums: torch.Tensor) -> torch.Tensor:
     """
     result = []
     rest = sums
-    for place in range(PLACES):
-        unit = 2.0 ** (TOP - BITS * (place + 1))
+    for digit in range(PLACES):
+        unit = 2.0 ** (TOP - BITS * (digit + 1))
         whole = torch.floor(rest * (1 / unit))
         rest = rest - whole * unit  # exact, because it removes the leading bits
         result.append(whole.sum())

@@ -17,11 +17,14 @@ def reason_against(config: TrainConfig) -> str | None:
     if not config.reproducible:
         return None
     if config.optimizer.NOT_REPRODUCIBLE:
-        others = optimizers.where(lambda optimizer: not optimizer.NOT_REPRODUCIBLE)
+        reproducible = optimizers.where(lambda optimizer: not optimizer.NOT_REPRODUCIBLE)
         return (f"reproducible, but optimizer.kind {name_of(type(config.optimizer))} "
-                f"{config.optimizer.NOT_REPRODUCIBLE}; nearest legal choice: {others}")
+                f"{config.optimizer.NOT_REPRODUCIBLE}; nearest legal choice: {reproducible}")
     if config.precision == "fp8":
         return "reproducible, but torchao's fp8 layers have not been shown to be; nearest legal choice: precision bf16"
+    if config.parallel.reduce_dtype != "fp32":
+        return (f"reproducible, but parallel.reduce_dtype {config.parallel.reduce_dtype} rounds each sum over workers, "
+                "so the result would depend on their number; nearest legal choice: reduce_dtype fp32")
     return _pipeline(config.parallel)
 
 

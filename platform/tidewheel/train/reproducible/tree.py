@@ -23,7 +23,7 @@ def sibling(node: Node) -> Node:
 
 
 def parent(node: Node) -> Node:
-    """Return the node of which `node` is a half."""
+    """Return the parent of `node`."""
     return node[0] + 1, node[1] >> 1
 
 
@@ -51,7 +51,7 @@ class TreeSum:
         self._held: dict[Node, torch.Tensor] = {}
 
     def add(self, node: Node, value: torch.Tensor) -> None:
-        """Add a node and merge it with its sibling, the result with its sibling, and so on, as long as there is one."""
+        """Add a node and merge it with its sibling; repeat with the result while a sibling exists."""
         while (other := sibling(node)) in self._held:
             value = self._held.pop(other).add_(value)
             node = parent(node)
@@ -66,7 +66,7 @@ class TreeSum:
         self._held[node] = value
 
     def total(self) -> torch.Tensor:
-        """Return the sum of all nodes, of which there must be at least one, and forget them."""
+        """Return the sum of all nodes (at least one), and clear the tree."""
         *others, (_, total) = self.nodes()
         self._held = {}
         for _, value in reversed(others):

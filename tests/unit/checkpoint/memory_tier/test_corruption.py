@@ -48,8 +48,8 @@ def test_no_damaged_state_is_ever_read(first: int):
 def check(agents: list[Agent], rng: random.Random, case: int) -> bool:
     """Whether an older state than the newest had to be taken."""
     addresses = [agent.address for agent in agents]
-    mine = addresses[0]
-    worker = MemoryTier(dict(enumerate(addresses)), mine, replica_candidates(addresses, mine), 0, 1, TOKEN)
+    own_agent = addresses[0]
+    worker = MemoryTier(dict(enumerate(addresses)), own_agent, replica_candidates(addresses, own_agent), 0, 1, TOKEN)
     for step in STEPS:
         worker.snapshot(step, state(step), {"step": step})
         assert worker.flush()
@@ -64,7 +64,7 @@ def check(agents: list[Agent], rng: random.Random, case: int) -> bool:
     for found in candidates(inventory(addresses, TOKEN)):
         values = state(99)
         try:
-            extra = load(found, values, mine=mine if rng.random() < 0.5 else None)
+            extra = load(found, values, own_agent=own_agent if rng.random() < 0.5 else None)
         except CheckpointError:
             assert found.step not in whole, f"case {case}: step {found.step} has a whole copy"
             continue

@@ -65,8 +65,8 @@ def test_whoever_is_killed_the_newest_whole_step_comes_back(agents):
         assert found.world_size == 2
         state = whole(-1, 2)
         clear(state)
-        mine = agents[1 - victim].address if generator.random() < 0.5 else None
-        assert load(found, state, mine=mine) == {"step": found.step}
+        own_agent = agents[1 - victim].address if generator.random() < 0.5 else None
+        assert load(found, state, own_agent=own_agent) == {"step": found.step}
         assert equal(state, whole(found.step, 2))
         step = found.step
         if node:

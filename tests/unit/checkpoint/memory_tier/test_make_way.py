@@ -59,7 +59,7 @@ def test_a_drain_does_not_wait_for_the_upload_and_the_next_generation_makes_up_f
         first.close()
     [abandoned] = events.of("save_abandoned")
     assert abandoned["step"] == 4
-    assert "its workers make way" in abandoned["reason"]
+    assert "its workers stop for a change" in abandoned["reason"]
     assert events.of("save_failed") == []
     assert steps(store(folder)) == []
     control, second = Script(die=7), tiers(store(folder), agents, 1, Events())

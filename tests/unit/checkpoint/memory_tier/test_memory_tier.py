@@ -41,10 +41,10 @@ def one_agent() -> Iterator[Agent]:
 
 
 def tier(agents: list[Agent], rank: int = 0, world_size: int = 1, **options) -> MemoryTier:
-    mine = agents[rank]
-    candidates = replica_candidates([agent.address for agent in agents], mine.address)
-    return MemoryTier(dict(enumerate(agent.address for agent in agents)), mine.address, candidates, rank, world_size,
-                      TOKEN, **options)
+    own_agent = agents[rank]
+    candidates = replica_candidates([agent.address for agent in agents], own_agent.address)
+    return MemoryTier(dict(enumerate(agent.address for agent in agents)), own_agent.address, candidates, rank,
+                      world_size, TOKEN, **options)
 
 
 def newest(*agents: Agent):
@@ -59,10 +59,10 @@ def test_a_state_is_restored_from_its_own_node_and_from_the_replica(agents):
         clear(values)  # training goes on at once
     assert worker.flush()
     assert worker.last["step"] == 5
-    for mine in (agents[0].address, None):  # by memory map, and over the wire
+    for own_agent in (agents[0].address, None):  # by memory map, and over the wire
         found, filled = newest(*agents), state(99)
         assert (found.step, found.world_size) == (5, 1)
-        assert load(found, filled, mine=mine) == {"step": 5, "position": 50}
+        assert load(found, filled, own_agent=own_agent) == {"step": 5, "position": 50}
         assert equal(filled, state(5))
     worker.close()
     agents[0].stop()
@@ -86,7 +86,7 @@ def test_a_state_on_the_gpu(agents):
         clear(values)
     assert worker.flush()
     filled = moved(state(99))
-    assert load(newest(*agents), filled, mine=agents[0].address) == {"step": 4}
+    assert load(newest(*agents), filled, own_agent=agents[0].address) == {"step": 4}
     assert equal(filled, moved(state(4)))
     worker.close()
 
@@ -115,13 +115,13 @@ def test_a_damaged_part_is_found_and_the_copy_is_taken(agents, at):
     worker.flush()
     flip(agents[0], "own", at)
     filled = state(99)
-    assert load(newest(*agents), filled, mine=agents[0].address) == {"step": 1}
+    assert load(newest(*agents), filled, own_agent=agents[0].address) == {"step": 1}
     assert equal(filled, state(1))
     flip(agents[1], "copy", at)
     found = newest(*agents)
     if found is not None:  # a header that is damaged is no part any more
         with pytest.raises(CheckpointError, match=r"the part of rank 0 is lost .*damaged.*damaged"):
-            load(found, state(99), mine=agents[0].address)
+            load(found, state(99), own_agent=agents[0].address)
     worker.close()
 
 

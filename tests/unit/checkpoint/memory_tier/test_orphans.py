@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ class Cluster:
         self.agents = [Agent(f"127.0.0.{host}", TOKEN, "orphans", upload_seconds=upload_seconds) for host in (1, 2)]
 
     def keep(self, *steps: int, generation: int = 0) -> MemoryTier:
-        mine, other = (agent.address for agent in self.agents)
-        tier = MemoryTier({0: mine}, mine, [other], 0, 1, TOKEN, generation=generation, checkpoints=str(self.folder))
+        own, other = (agent.address for agent in self.agents)
+        tier = MemoryTier({0: own}, own, [other], 0, 1, TOKEN, generation=generation, checkpoints=str(self.folder))
         for step in steps:
             tier.snapshot(step, state(step), {"step": step})
             assert tier.flush()
@@ -64,6 +65,26 @@ class Cluster:
     def end(self) -> None:
         for agent in self.agents:
             agent.stop()
+
+
+class Looks:
+    """Counts how often each agent of a cluster has looked whether to upload, and waits for more of these."""
+
+    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._counts = Counter[Any]()
+        self._agents = cluster.agents
+        check = orphan_upload.OrphanUpload.check
+
+        def counted(upload: orphan_upload.OrphanUpload, agent: Agent, active: bool) -> None:
+            check(upload, agent, active)
+            self._counts[agent.address] += 1
+
+        monkeypatch.setattr(orphan_upload.OrphanUpload, "check", counted)
+
+    def wait(self, count: int) -> None:
+        """Wait until each agent has looked `count` more times."""
+        before = Counter(self._counts)
+        until(lambda: all(self._counts[agent.address] >= before[agent.address] + count for agent in self._agents))
 
 
 class Gate:
@@ -114,10 +135,11 @@ def test_all_but_the_newest_step_goes_at_once_and_that_goes_when_it_is_in_storag
 
 
 @pytest.mark.parametrize("cluster", [NEVER], indirect=True)
-def test_a_driver_that_ends_lets_its_agents_go_without_a_wait(cluster):
+def test_a_driver_that_ends_lets_its_agents_go_without_a_wait(cluster, monkeypatch):
+    looks = Looks(cluster, monkeypatch)
     worker = cluster.keep(1, 2)
     cluster.abandon()
-    time.sleep(2.5)
+    looks.wait(2)
     assert cluster.slots() == SLOTS_PER_WORKER + REPLICA_SLOTS, "a worker is still there"
     worker.close()
     until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
@@ -164,12 +186,13 @@ def test_an_upload_stops_when_a_newer_generation_asks_what_there_is(cluster, mon
     assert not any(agent.stopped.is_set() for agent in cluster.agents)
 
 
-def test_what_is_being_loaded_is_not_taken_away(cluster):
+def test_what_is_being_loaded_is_not_taken_away(cluster, monkeypatch):
+    looks = Looks(cluster, monkeypatch)
     cluster.keep(1, 2).close()
     found = candidates(inventory([agent.address for agent in cluster.agents], TOKEN, generation=1))[0]
     reader = PartReader(found.copies[0], TOKEN, None)
     reader.describe()
-    time.sleep(3)  # much longer than `upload_seconds`
+    looks.wait(3)  # a second apart: much longer than `upload_seconds`
     assert cluster.held() == [(0, 1), (0, 2)]
     reader.close()
     until(lambda: cluster.committed() == [2])
@@ -177,9 +200,9 @@ def test_what_is_being_loaded_is_not_taken_away(cluster):
 
 def test_an_agent_that_cannot_upload_does_not_stand_in_the_way(cluster):
     """The node of the lowest address had no worker of its own, only copies: it does not know where checkpoints go."""
-    mine, other = (agent.address for agent in reversed(cluster.agents))
-    assert other < mine
-    tier = MemoryTier({0: mine}, mine, [other], 0, 1, TOKEN, checkpoints=str(cluster.folder))
+    own_agent, other = (agent.address for agent in reversed(cluster.agents))
+    assert other < own_agent
+    tier = MemoryTier({0: own_agent}, own_agent, [other], 0, 1, TOKEN, checkpoints=str(cluster.folder))
     tier.snapshot(1, state(1), {"step": 1})
     assert tier.flush()
     tier.close()
@@ -189,11 +212,11 @@ def test_an_agent_that_cannot_upload_does_not_stand_in_the_way(cluster):
 
 @pytest.mark.parametrize("over", [True, False])
 def test_the_supervisor_tells_the_agents_how_the_run_has_ended(over, monkeypatch):
-    told: list[str] = []
-    monkeypatch.setattr(Agents, "stop", lambda self: told.append("stop"))
-    monkeypatch.setattr(Agents, "abandon", lambda self: told.append("abandon"))
+    calls: list[str] = []
+    monkeypatch.setattr(Agents, "stop", lambda self: calls.append("stop"))
+    monkeypatch.setattr(Agents, "abandon", lambda self: calls.append("abandon"))
     AgentSupervisor(Agents("run")).end(over=over)
-    assert told == ["stop" if over else "abandon"]
+    assert calls == ["stop" if over else "abandon"]
 
 
 def test_an_error_without_a_message_is_reported_and_the_agent_tries_again(cluster, monkeypatch):

@@ -129,7 +129,9 @@ def test_agents_upload_what_a_lost_run_has_left(tmp_path):
     while not (found := list_checkpoints(store(folder))) or not found[-1].complete:
         assert time.monotonic() < until
         time.sleep(0.1)
-    time.sleep(2.5)
+    while not all(agent.stopped.is_set() for agent in both):  # each has decided whether it uploads
+        assert time.monotonic() < until
+        time.sleep(0.1)
     for agent in both:
         agent.stop()
     assert verify_checkpoint(store(folder), "step_00000005") == []

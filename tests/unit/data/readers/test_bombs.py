@@ -50,9 +50,9 @@ print(json.dumps([counted, peak() - before >> 10]))
 def read(folder, ending, **settings):
     """What the bomb holds: [[length or reason, how often], ...]; checks the memory."""
     settings = {"max_record_bytes": LIMIT, **settings}
-    told = subprocess.run([sys.executable, "-c", READ, str(folder), json.dumps(settings), ending], capture_output=True,
+    done = subprocess.run([sys.executable, "-c", READ, str(folder), json.dumps(settings), ending], capture_output=True,
                           check=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}).stdout
-    counted, mebibytes = json.loads(told)
+    counted, mebibytes = json.loads(done)
     assert mebibytes < BOUND
     return counted
 

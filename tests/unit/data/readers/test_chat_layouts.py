@@ -35,27 +35,27 @@ def turns(*pairs: tuple[str, str]) -> list[dict]:
 
 
 def test_sharegpt_speakers_become_roles(tmp_path):
-    said = turns(("system", "be brief"), ("human", "ask"), ("gpt", "tell"), ("observation", "42"), ("gpt", "so"))
-    roles = [(each["role"], each["content"]) for each in messages(read(tmp_path, {"conversations": said}))]
+    chat = turns(("system", "be brief"), ("human", "ask"), ("gpt", "tell"), ("observation", "42"), ("gpt", "so"))
+    roles = [(each["role"], each["content"]) for each in messages(read(tmp_path, {"conversations": chat}))]
     assert roles == [("system", "be brief"), ("user", "ask"), ("assistant", "tell"), ("tool", "42"),
                      ("assistant", "so")]
-    found = read(tmp_path, {"talk": said[1:3], "sys": "be kind"}, conversations="talk", system="sys")
+    found = read(tmp_path, {"talk": chat[1:3], "sys": "be kind"}, conversations="talk", system="sys")
     assert messages(found) == [{"role": "system", "content": "be kind"}, USER, BOT]
     assert "sys" not in json.loads(found.meta)
-    found = read(tmp_path, {"conversations": said, "system": "unused"})
+    found = read(tmp_path, {"conversations": chat, "system": "unused"})
     assert messages(found)[0]["content"] == "be brief"
 
 
 def test_sharegpt_may_stand_under_messages_or_as_json_text_and_messages_go_first(tmp_path):
-    said = turns(("human", "ask"), ("gpt", "tell"))
-    for values in ({"messages": said}, {"conversations": json.dumps(said)}, {"conversations": [USER, BOT]},
+    chat = turns(("human", "ask"), ("gpt", "tell"))
+    for values in ({"messages": chat}, {"conversations": json.dumps(chat)}, {"conversations": [USER, BOT]},
                    {"messages": [USER, BOT], "conversations": "other"}):
         assert messages(read(tmp_path, values)) == [USER, BOT]
 
 
 def test_a_sharegpt_function_call_is_a_tool_call(tmp_path):
-    said = turns(("human", "ask"), ("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "3"))
-    found = read(tmp_path, {"conversations": said})
+    chat = turns(("human", "ask"), ("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "3"))
+    found = read(tmp_path, {"conversations": chat})
     assert messages(found)[1] == {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
     assert found.text == 'ask\n\n{"arguments": {"a": 1}, "name": "add"}\n\n3'
 
@@ -121,8 +121,8 @@ def test_conversations_that_differ_in_a_call_alone_have_other_ids(tmp_path):
 
 
 def test_weights_are_kept_as_numbers(tmp_path):
-    said = [{**USER, "weight": 0}, {**BOT, "weight": 0.0}, {**USER, "weight": None}, {**BOT, "weight": 1.0}, BOT]
-    assert [each.get("weight") for each in messages(read(tmp_path, {"messages": said}))] == [0, 0, None, 1, None]
+    messages_ = [{**USER, "weight": 0}, {**BOT, "weight": 0.0}, {**USER, "weight": None}, {**BOT, "weight": 1.0}, BOT]
+    assert [each.get("weight") for each in messages(read(tmp_path, {"messages": messages_}))] == [0, 0, None, 1, None]
     found = read(tmp_path, {"prompt": [{**USER, "weight": 0}], "chosen": [{**BOT, "weight": 1}], "rejected": "no"},
                  kind="preferences")
     assert pair_of(json.loads(found.meta))[:2] == ([USER], [BOT])

@@ -264,9 +264,9 @@ print([each.reason for each in found], peak() - before >> 10)
     (tmp_path / "small.jsonl").write_bytes(lines({"text": "a"}))
     with (tmp_path / "long.jsonl").open("wb") as sink:
         sink.truncate(200_000_000)  # a sparse file: null bytes, and no line end
-    told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, text=True,
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, text=True,
                           env={"PYTHONPATH": ":".join(sys.path)}).stdout
-    reason, megabytes = told.rsplit(maxsplit=1)
+    reason, megabytes = done.rsplit(maxsplit=1)
     assert reason == "['record_too_long']"
     assert 4 <= int(megabytes) < 32
 

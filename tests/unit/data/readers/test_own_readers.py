@@ -77,9 +77,9 @@ def test_the_recipe_names_the_reader_and_its_settings(module: str, tmp_path: Pat
     assert build(PipelineConfig, plain.canonical()) == plain
     other = recipe({"kind": f"{module}:Games", "mark": "=="})
     assert other.recipe_hash() != plain.recipe_hash()
-    mine = __import__(module)
+    user_module = __import__(module)
     made = tw.Pipeline("pipeline").set(partitions=1, max_bad_fraction=0.5).read(
-        "*.games*", format=mine.Games(mark="==")).write("jsonl")
+        "*.games*", format=user_module.Games(mark="==")).write("jsonl")
     assert made.recipe_hash() == other.recipe_hash()
     before = plain.recipe_hash()
     (tmp_path / f"{module}.py").write_text(MODULE + "# changed\n")

@@ -199,8 +199,8 @@ def test_too_many_files_that_cannot_be_read_end_the_run_before_it_starts(tmp_pat
     look(tmp_path / "in", "a.json", b"\x89PNG\r\n\x1a\n")
     look(tmp_path / "in", "b.json", b"%PDF-1.7")
     look(tmp_path / "in", "c.json", JSONL.encode())
-    told = r"a.json: this is a PNG image; 1 more: a PDF document \(2 of 3 files"
-    with pytest.raises(InputError, match=told) as error:
+    message = r"a.json: this is a PNG image; 1 more: a PDF document \(2 of 3 files"
+    with pytest.raises(InputError, match=message) as error:
         job(tmp_path)
     assert "read.paths" in error.value.fix
 
@@ -213,13 +213,13 @@ def test_a_plan_shows_files_by_format_and_a_record_of_each(tmp_path, capsys):
         look(tmp_path / "in", name, data)
     recipe = {"read": {"paths": ["*"]}, "max_bad_fraction": 0.5, "steps": [{"tokenize": {"train": {}}}, "pack"]}
     plan = pipeline_plan.plan(build(PipelineConfig, recipe), input=str(tmp_path / "in"), output=str(tmp_path / "out"))
-    told = {line.format: (line.files, line.is_usable, line.record) for line in plan.formats}
-    assert told == {
+    by_format = {line.format: (line.files, line.is_usable, line.record) for line in plan.formats}
+    assert by_format == {
         "json": (2, True, "'1': a b"), "csv": (1, True, "'1': a b"),
         "jsonl": (1, False, "cannot be used: the record has no text field (no field 'text'; there are: 'txt')"),
-        "jsonl, gzip": (1, True, told["jsonl, gzip"][2]),
+        "jsonl, gzip": (1, True, by_format["jsonl, gzip"][2]),
         "a PNG image": (1, False, "cannot be read: leave it out of read.paths")}
-    assert told["jsonl, gzip"][2].endswith(": [bold]\ufffd[2J[/x] b"), "nothing of it moves the cursor"
+    assert by_format["jsonl, gzip"][2].endswith(": [bold]\ufffd[2J[/x] b"), "nothing of it moves the cursor"
     print_table([line.row() for line in plan.formats])
     assert "[bold]" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()

@@ -119,7 +119,7 @@ def cuts(*parts: bytes) -> list[tuple[int, int]]:
     """(bytes left, records whole) with the cut at many places of a file of these parts."""
     found, before = [], 0
     for whole, part in enumerate(parts):
-        found += [(before + here, whole) for here in (5, 100, 250, len(part) // 2, len(part) - 10) if here < len(part)]
+        found += [(before + cut, whole) for cut in (5, 100, 250, len(part) // 2, len(part) - 10) if cut < len(part)]
         before += len(part)
     return found
 

@@ -54,19 +54,19 @@ DESCRIBED = ("en/train-0.jsonl", "en/train-1.jsonl", "en/test-0.jsonl", "more/a/
 
 
 def test_the_card_describes_subsets_and_splits(tmp_path):
-    here = folder(tmp_path, *DESCRIBED, card=CARD)
-    assert files(here, subset="en") == ["en/train-0.jsonl", "en/train-1.jsonl"]
-    assert files(here, "test", "en") == ["en/test-0.jsonl", "more/a/b.jsonl"]
-    assert files(here, "test+train", "en") == files(here, "all", "en")
-    assert files(here, subset="de") == ["de/x.jsonl"]
-    assert files(here, "validation", "fr") == ["fr/dev/y.csv"]
+    input_folder = folder(tmp_path, *DESCRIBED, card=CARD)
+    assert files(input_folder, subset="en") == ["en/train-0.jsonl", "en/train-1.jsonl"]
+    assert files(input_folder, "test", "en") == ["en/test-0.jsonl", "more/a/b.jsonl"]
+    assert files(input_folder, "test+train", "en") == files(input_folder, "all", "en")
+    assert files(input_folder, subset="de") == ["de/x.jsonl"]
+    assert files(input_folder, "validation", "fr") == ["fr/dev/y.csv"]
 
 
 @pytest.mark.parametrize(("changed", "subset"), [(("config_name: de", "config_name: de\n  default: true"), "de"),
                                                  (("config_name: de", "config_name: default"), "default")])
 def test_the_default_subset_is_read(tmp_path, changed, subset):
-    here = folder(tmp_path, *DESCRIBED, card=CARD.replace(*changed))
-    assert files(here) == files(here, subset=subset) == ["de/x.jsonl"]
+    input_folder = folder(tmp_path, *DESCRIBED, card=CARD.replace(*changed))
+    assert files(input_folder) == files(input_folder, subset=subset) == ["de/x.jsonl"]
 
 
 @pytest.mark.parametrize(("names", "split", "found"), [
@@ -78,8 +78,8 @@ def test_the_default_subset_is_read(tmp_path, changed, subset):
     (["a.jsonl", "b/c.json", "dataset_infos.json", ".git/x.json", "__pycache__/y.json", "LICENSE", "z.py"], "train",
      ["a.jsonl", "b/c.json"])])
 def test_names_of_files_decide_the_split(tmp_path, names, split, found):
-    here = folder(tmp_path, *names, card="no head\n---\n")
-    assert files(here, split) == found
+    input_folder = folder(tmp_path, *names, card="no head\n---\n")
+    assert files(input_folder, split) == found
     folder(tmp_path / "below", *names)
     assert files(tmp_path, split, below="below") == [f"below/{name}" for name in found]
 
@@ -165,8 +165,8 @@ def test_a_recipe_reads_a_folder(tmp_path):
 
 
 def test_keys_do_not_depend_on_split_and_subset(tmp_path):
-    here = folder(tmp_path / "in", "train.jsonl", "test.jsonl")
-    (here / "test.jsonl").write_text('{"text": "b"}\n')
-    both, one = (resolve(recipe(split=split), input=str(here), output=str(tmp_path / "out"))
+    input_folder = folder(tmp_path / "in", "train.jsonl", "test.jsonl")
+    (input_folder / "test.jsonl").write_text('{"text": "b"}\n')
+    both, one = (resolve(recipe(split=split), input=str(input_folder), output=str(tmp_path / "out"))
                  for split in ("all", "train"))
     assert {task.unit.key for task in ingest.tasks(one)} < {task.unit.key for task in ingest.tasks(both)}

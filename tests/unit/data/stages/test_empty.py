@@ -39,33 +39,33 @@ def refused(folder: Path, files: dict[str, str], **changes: Any) -> str:
 
 @pytest.mark.parametrize("allowed", [0.05, 1])
 def test_empty_files_are_reported(allowed, tmp_path):
-    told = refused(tmp_path, {"a.jsonl": "", "b.jsonl": "\n"}, max_bad_fraction=allowed)
-    assert "nothing was read: all 2 files are empty" in told or "2 cannot be used (empty_file 2)" in told
-    assert "filter" not in told
-    assert "loosen" not in told
+    message = refused(tmp_path, {"a.jsonl": "", "b.jsonl": "\n"}, max_bad_fraction=allowed)
+    assert "nothing was read: all 2 files are empty" in message or "2 cannot be used (empty_file 2)" in message
+    assert "filter" not in message
+    assert "loosen" not in message
 
 
 def test_only_bad_records_are_reported(tmp_path):
-    told = refused(tmp_path, {"a.jsonl": '{"content": "x"}\n{"content": "y"}\n{\n'}, max_bad_fraction=1)
-    assert "no document is left: 3 records read; 3 cannot be used (missing_text 2, invalid_json 1)" in told
-    assert "read.text" in told
-    assert "loosen" not in told
+    message = refused(tmp_path, {"a.jsonl": '{"content": "x"}\n{"content": "y"}\n{\n'}, max_bad_fraction=1)
+    assert "no document is left: 3 records read; 3 cannot be used (missing_text 2, invalid_json 1)" in message
+    assert "read.text" in message
+    assert "loosen" not in message
 
 
 def test_filters_that_drop_everything_are_reported(tmp_path):
     lines = [{"text": "too short"}, {"text": "this too"}, {"text": GOOD.replace("word", "1-")}]
-    told = refused(tmp_path, {"a.jsonl": "".join(json.dumps(line) + "\n" for line in lines) + "{\n"},
-                   max_bad_fraction=0.5)
-    assert "4 records read; 1 cannot be used (invalid_json 1); filter dropped 3 (gopher_" in told
-    assert "loosen filter, which drops most" in told
+    message = refused(tmp_path, {"a.jsonl": "".join(json.dumps(line) + "\n" for line in lines) + "{\n"},
+                      max_bad_fraction=0.5)
+    assert "4 records read; 1 cannot be used (invalid_json 1); filter dropped 3 (gopher_" in message
+    assert "loosen filter, which drops most" in message
 
 
 def test_a_training_set_without_rows_is_reported(tmp_path):
     steps = ["dedup_exact", {"tokenize": {"train": {"vocabulary_size": 300}}},
              {"pack": {"sequence_length": 16, "validation_fraction": 0.999999}}]
-    told = refused(tmp_path, {"a.jsonl": json.dumps({"text": GOOD})}, steps=steps)
-    assert "the training set has no row: all 1 documents went to the validation set" in told
-    assert "validation_fraction" in told
+    message = refused(tmp_path, {"a.jsonl": json.dumps({"text": GOOD})}, steps=steps)
+    assert "the training set has no row: all 1 documents went to the validation set" in message
+    assert "validation_fraction" in message
 
 
 def test_the_last_table_has_tokens_rows_utilisation_and_validation(tmp_path):

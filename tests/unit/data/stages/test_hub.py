@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -11,17 +12,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.hub_server import HubServer
-from tidewheel import hub
+from tidewheel import retry
 from tidewheel.config import build
 from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig
-from tidewheel.data.stages import hub_commits, ingest, origin
+from tidewheel.data.stages import ingest, input_versions, origin
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.resolve import content, resolve
 from tidewheel.errors import InputError, StorageAwayError, StorageError
+from tidewheel.retry import RetryPolicy
 from tidewheel.storage import store
+from tidewheel.stores.hub import calls
+from tidewheel.stores.hub.uri import parse
 
 NAME = "hf://datasets/owner/words"
+
+
+@pytest.fixture(autouse=True)
+def short_budget(monkeypatch) -> None:
+    monkeypatch.setattr(calls, "POLICY", RetryPolicy(request_seconds=5, budget_seconds=0.1, pause_seconds=0.001))
 
 
 @pytest.fixture
@@ -80,13 +89,13 @@ def test_names_are_relative_to_a_hub_input(tmp_path, server):
 def test_an_output_keeps_its_commit_and_a_new_one_reads_the_newest(tmp_path, server):
     old = server.commit("owner/words", FIRST)
     first = job(tmp_path)
-    hub_commits.record(first.store, first.commits)
+    input_versions.record(first.store, first.commits)
     server.commit("owner/words", {**FIRST, "data/train-00000-of-00001.parquet": parquet("changed")})
     again = job(tmp_path)
     assert (texts(again), again.commits) == (["one", "two"], {NAME: old})
     assert [task.unit.key for task in ingest.tasks(again)] == [task.unit.key for task in ingest.tasks(first)]
     assert origin.write(again)["input"]["commits"] == {NAME: old}
-    hub_commits.record(again.store, again.commits)
+    input_versions.record(again.store, again.commits)
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     assert texts(job(tmp_path)) == ["changed"]
     assert texts(job(tmp_path, f"{NAME}@{old}")) == ["one", "two"]
@@ -176,5 +185,72 @@ def test_a_store_reads_ranges_and_reports_missing_files(server):
         assert place.fingerprint(name).startswith("hub-")
         with pytest.raises(FileNotFoundError):
             place.read("b")
-    assert hub.parse(f"{NAME}@{commit}/more").at("") == f"{NAME}/more"
+    assert str(parse(f"{NAME}@{commit}/more").at("")) == f"{NAME}/more"
     assert [stamp.key for stamp in store(f"{NAME}@{commit}").list("more")] == ["more/a.jsonl"]
+
+
+def test_each_kind_of_request_is_tried_again_until_the_hub_answers(server, monkeypatch):
+    monkeypatch.setattr(calls, "POLICY", RetryPolicy(budget_seconds=60, pause_seconds=0.001))
+    commit = server.commit("owner/words", FIRST)
+    server.refusal = (503, "")
+    for request in (lambda: parse(NAME).newest() == commit, lambda: len(store(NAME).list()) == len(FIRST),
+                    lambda: store(f"{NAME}@{commit}").read("more/a.jsonl") == lines("four")):
+        server.refusals = 3
+        assert request()
+        assert server.refusals == 0
+
+
+def test_a_read_that_fails_midway_goes_on_where_it_was(server, monkeypatch):
+    monkeypatch.setattr(calls, "POLICY", RetryPolicy(budget_seconds=60, pause_seconds=0.001))
+    commit = server.commit("owner/words", FIRST)
+    with store(f"{NAME}@{commit}").open("more/a.jsonl") as stream:
+        stream.seek(3)
+        server.refusal, server.refusals = (500, ""), 2
+        assert stream.read() == lines("four")[3:]
+
+
+def test_without_a_budget_each_request_is_sent_once(server, monkeypatch):
+    monkeypatch.setattr(calls, "POLICY", RetryPolicy(budget_seconds=0))
+    commit = server.commit("owner/words", FIRST)
+    store(f"{NAME}@{commit}").list()
+    server.refusal = (503, "")
+    for request in (lambda: parse(NAME).newest(), lambda: store(NAME).list(),
+                    lambda: store(f"{NAME}@{commit}").read("more/a.jsonl")):
+        server.requests.clear()
+        with pytest.raises(StorageAwayError, match="status 503"):
+            request()
+        assert len(server.requests) == 1, server.requests
+
+
+def test_a_silent_hub_is_given_up_at_the_deadline(monkeypatch):
+    monkeypatch.setattr(calls, "POLICY", RetryPolicy(request_seconds=0.2, budget_seconds=0))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for request in (lambda: parse(NAME).newest(), lambda: store(NAME).list()):
+            with pytest.raises(StorageAwayError, match="cannot be reached \\(ReadTimeout"):
+                request()
+
+
+def test_an_unreachable_hub_is_tried_again_only_if_it_has_answered_before(server, monkeypatch):
+    monkeypatch.setattr(calls, "POLICY", RetryPolicy(budget_seconds=0.5, pause_seconds=0.001))
+    tries: list[None] = []
+    monkeypatch.setattr(retry.logger, "log", lambda *_: tries.append(None))
+    with HubServer() as gone:
+        monkeypatch.setenv("HF_ENDPOINT", gone.endpoint)
+        gone.commit("owner/words", FIRST)
+    with pytest.raises(StorageAwayError, match="cannot be reached"):
+        parse(NAME).newest()
+    assert not tries
+    calls._reached.add(gone.endpoint)
+    with pytest.raises(StorageAwayError, match="cannot be reached"):
+        parse(NAME).newest()
+    assert tries
+
+
+def test_other_users_of_the_client_see_its_answers(server):
+    server.commit("owner/words", FIRST)
+    store(NAME).list()
+    server.refusal = (503, "")
+    client = calls.package().get_session()
+    assert client.send.sends_once
+    assert client.get(f"{server.endpoint}/api/datasets/owner/words").status_code == 503

@@ -108,15 +108,15 @@ def test_a_sample_does_not_depend_on_the_files(folder, tmp_path, size):
     every = ids(tmp_path / "all", units(folder, tmp_path / "all"))
     tenth = units(folder, tmp_path / "tenth", sample=0.1, unit_bytes=size)
     third = units(folder, tmp_path / "third", sample=0.3)
-    some, more = set(ids(tmp_path / "tenth", tenth)), set(ids(tmp_path / "third", third))
-    assert some < more < set(every)
-    assert 0.08 < len(some) / len(set(every)) < 0.12
+    tenth_ids, more = set(ids(tmp_path / "tenth", tenth)), set(ids(tmp_path / "third", third))
+    assert tenth_ids < more < set(every)
+    assert 0.08 < len(tenth_ids) / len(set(every)) < 0.12
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     lines = [line for line in (folder / "a.jsonl").read_bytes().splitlines() if line.startswith(b'{"id"')]
     (elsewhere / "z.jsonl").write_bytes(b"\n".join(reversed(lines)))
     again = units(elsewhere, tmp_path / "again", sample=0.1)
-    assert set(ids(tmp_path / "again", again)) == some & {f"a{number}" for number in range(200)}
+    assert set(ids(tmp_path / "again", again)) == tenth_ids & {f"a{number}" for number in range(200)}
     assert [unit.summary["records"] for unit in again] == [len(ids(tmp_path / "again", again))]
 
 

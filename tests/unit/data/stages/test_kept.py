@@ -39,9 +39,9 @@ def test_samples_exclude_documents_that_the_last_stage_drops():
     seen = kept.Kept()
     list(seen.watch([table(0, 50)]))
     first = seen.samples()[0]["id"]
-    gone = verdicts.drops(pa.array([first]), "refused")
-    assert first not in [each["id"] for each in seen.samples(gone)]
-    assert len(seen.samples(gone)) == kept.SAMPLES
+    dropped = verdicts.drops(pa.array([first]), "refused")
+    assert first not in [each["id"] for each in seen.samples(dropped)]
+    assert len(seen.samples(dropped)) == kept.SAMPLES
 
 
 def test_tokens_are_counted_by_source():

@@ -85,8 +85,8 @@ def test_tokens_are_kept_for_every_policy_and_method(files, tmp_path, name, bos,
             assert (tokens[0] == encoder.bos) == (bos == "document")
             assert (tokens[-1] == encoder.eos) == (eos == "document")
         whole |= found
-    told = {f"d{number:03d}": text.strip() if name == "sentencepiece" else text for number, text in enumerate(TEXTS)}
-    assert {name: encoder.decode(tokens) for name, tokens in whole.items()} == told
+    texts = {f"d{number:03d}": text.strip() if name == "sentencepiece" else text for number, text in enumerate(TEXTS)}
+    assert {name: encoder.decode(tokens) for name, tokens in whole.items()} == texts
 
 
 def test_keys_depend_on_the_settings(files, tmp_path):
@@ -101,11 +101,11 @@ def test_a_conversation_longer_than_a_row_is_split_with_its_mask(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "tokenizer.json").write_bytes(train_bpe(TEXTS, 400, SPECIAL))
     (tmp_path / "in" / "chat.jinja").write_text(CHATML)
-    said = [[{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": "the quick brown fox " * n}]
-            for n in range(1, 21)]
-    texts = ["\n\n".join(message["content"] for message in messages) for messages in said]
+    chats = [[{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": "the quick brown fox " * n}]
+             for n in range(1, 21)]
+    texts = ["\n\n".join(message["content"] for message in messages) for messages in chats]
     tokenizer = {"file": "tokenizer.json", "chat_template": "chat.jinja"}
-    metas = [json.dumps({"messages": messages}) for messages in said]
+    metas = [json.dumps({"messages": messages}) for messages in chats]
     units = packed(tmp_path, tokenizer, {}, kind="chat", metas=metas, texts=texts)
     marked = 0
     for part in pack.SETS:

@@ -89,9 +89,9 @@ def test_a_rewritten_partition_equals_one_made_from_the_edited_texts(tmp_path):
     expected, other = part_of(tmp_path / "two", kept)
     assert left.dropped == ()
     assert left.count == other.count == len(kept)
-    mine = pa.concat_tables(list(load_documents(task.store, left.inputs())))
+    rewritten = pa.concat_tables(list(load_documents(task.store, left.inputs())))
     theirs = pa.concat_tables(list(load_documents(expected.store, other.inputs())))
-    assert mine.select(["id", "text", "source"]).equals(theirs.select(["id", "text", "source"]))
+    assert rewritten.select(["id", "text", "source"]).equals(theirs.select(["id", "text", "source"]))
     assert load_keys(task.store, left.inputs()).equals(load_keys(expected.store, other.inputs()))
     assert filtered(task, Cut()).files.keys() == {"documents", "keys", "verdicts"}
 

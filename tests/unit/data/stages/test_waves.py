@@ -76,9 +76,9 @@ def test_waves_have_the_same_rows(raw, plain, tmp_path, waves, number):
     known = growing.take_in(store(tmp_path).child("shards"), Growing.of(manifest).head())
     assert known == Growing.of(manifest) or known.manifest.shards == manifest.shards
     assert known.hashes == Growing.of(manifest).hashes
-    told, before = (store(place).read_json("summary.json") for place in (tmp_path, plain))
+    in_waves, before = (store(place).read_json("summary.json") for place in (tmp_path, plain))
     for key in ("tokens", "rows", "documents", "validation", "ngram_entropy", "bytes_per_token"):
-        assert told[key] == before[key]
+        assert in_waves[key] == before[key]
 
 
 def test_a_wave_is_published_when_its_partitions_are_packed(raw, tmp_path):

@@ -89,9 +89,9 @@ def test_two_processes_of_a_new_machine_compile_nothing(tmp_path: Path):
 
 def test_each_level_gives_the_same_bits(tmp_path: Path):
     features = {name for name, has in binding.get_host_cpu_features().items() if has}
-    here = [level for level in kernel_objects.LEVELS if kernel_objects.required(level) <= features]
-    results = [result(start(tmp_path, level)) for level in here]
-    assert [values["level"] for values in results] == here
+    usable_levels = [level for level in kernel_objects.LEVELS if kernel_objects.required(level) <= features]
+    results = [result(start(tmp_path, level)) for level in usable_levels]
+    assert [values["level"] for values in results] == usable_levels
     assert len({values["bits"] for values in results}) == 1
 
 

@@ -93,13 +93,13 @@ def test_without_marks_a_turn_is_what_it_adds_to_the_text(tokenizer, encoder, me
     rendered = own.rendered(messages)
     known = oracle(tokenizer, CHATML)
     assert rendered.text == known.apply_chat_template(messages, tokenize=False)
-    said = [rendered.text[begin:end] for begin, end in rendered.spans]
-    assert said == [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+    spans = [rendered.text[begin:end] for begin, end in rendered.spans]
+    assert spans == [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
     encoded, _ = encode(encoder, own, [messages])
     assert encoded.tokens.tolist() == known.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
     learnt_ids = encoded.tokens[encoded.loss_mask == 1].tolist()
     learnt = encoder.with_control_tokens.decode(learnt_ids, skip_special_tokens=False)
-    for text in said:  # a token may begin before the turn, but the whole turn is learnt
+    for text in spans:  # a token may begin before the turn, but the whole turn is learnt
         assert text in learnt
 
 

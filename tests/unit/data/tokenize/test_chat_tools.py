@@ -194,8 +194,8 @@ def test_a_message_with_weight_0_is_not_learnt(encoder, source):
     found, _ = encode(encoder, own, [messages])
     every, _ = encode(encoder, own, [without])
     assert found.tokens.tolist() == every.tokens.tolist()
-    said = encoder.with_control_tokens.decode(found.tokens[found.loss_mask == 1].tolist(), skip_special_tokens=False)
-    assert said == "good<|im_end|>"
+    learnt = encoder.with_control_tokens.decode(found.tokens[found.loss_mask == 1].tolist(), skip_special_tokens=False)
+    assert learnt == "good<|im_end|>"
     assert every.loss_mask.sum() > found.loss_mask.sum() > 0
 
 
@@ -208,12 +208,12 @@ def test_ambiguous_weights_are_refused(encoder):
 
 
 def test_a_date_is_required_only_if_the_template_reads_it():
-    with pytest.raises(InputError, match=r"t: .*changes every day(.|\n)*template_date: 2026"):
+    with pytest.raises(InputError, match=r"t: .*change every day(.|\n)*template_date: 2026"):
         read_template(None, b"{{ strftime_now('%Y') }}", where="t")
     guarded = b"{% if tools %}{{ strftime_now('%Y') }}{% endif %}x"
     late = ChatTemplate(read_template(None, guarded, where="t"), ())
     assert late.text(PLAIN) == "x"
-    with pytest.raises(InputError, match="changes every day"):
+    with pytest.raises(InputError, match="would change every day"):
         late.text(PLAIN, TOOLS)
 
 

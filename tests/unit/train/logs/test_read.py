@@ -60,12 +60,12 @@ def test_an_empty_result_lists_the_available_logs(run: str, tmp_path: Path, caps
     assert cli.run_command(["logs", run, "--rank", "7"]) == 0
     assert "no line matches; there are lines of ranks 0-1 and generations 0-1" in capsys.readouterr().err
     assert cli.run_command(["logs", str(tmp_path / "none")]) == 2
-    assert "this is no run" in capsys.readouterr().err
+    assert "this is not a run" in capsys.readouterr().err
     storage.store(tmp_path / "old").write_json("run.json", {})
     assert cli.run_command(["logs", str(tmp_path / "old")]) == 2
     assert "no worker of this run has logged anything" in capsys.readouterr().err
     assert cli.run_command(["logs", run, "--since", "yesterday"]) == 2
-    assert "'yesterday' is no time" in capsys.readouterr().err
+    assert "'yesterday' is not a time" in capsys.readouterr().err
     assert cli.run_command(["logs", run, "--level", "loud"]) == 2
     assert "loud" in capsys.readouterr().err
 

@@ -98,9 +98,9 @@ def test_printed_and_native_output_is_kept_and_still_goes_where_it_went(place: s
         "from Python, with [hidden]", "from C", "from a child", "a record", "no end", "behind it"]
     assert [line.logger for line in found][:6] == [PRINTED, PRINTED, PRINTED, __name__, PRINTED, __name__]
     assert "".join(line.text for line in found[6:]) == "x" * 200_000  # long lines are cut, and nothing is lost
-    said = capfd.readouterr()
-    assert said.err.startswith("from Python, with [hidden]\nfrom C\nfrom a child\nno end\nbehind it\nxxx")
-    assert "a record" not in said.err
+    captured = capfd.readouterr()
+    assert captured.err.startswith("from Python, with [hidden]\nfrom C\nfrom a child\nno end\nbehind it\nxxx")
+    assert "a record" not in captured.err
     copies = [LogLine.of_json(json.loads(line)) for path in beside.glob("tidewheel-run-*.log")
               for line in path.read_text().splitlines()]
     assert copies == found
@@ -108,12 +108,16 @@ def test_printed_and_native_output_is_kept_and_still_goes_where_it_went(place: s
     assert "not ours any more" in capfd.readouterr().out
 
 
+class RaysHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Stands for `ray._private.log.PlainRayHandler`, which prints all records of Ray's workers."""
+
+
 @pytest.mark.parametrize("capture", [True, False])
-def test_a_record_that_is_printed_too_is_kept_once(place: storage.Store, capture: bool):
-    """Ray's workers have a handler that prints all records."""
+@pytest.mark.parametrize("kind", [logging.StreamHandler, RaysHandler])
+def test_a_record_that_is_printed_too_is_kept_once(place: storage.Store, kind: type[logging.Handler], capture: bool):
     root = logging.getLogger()
     with open(2, "w", closefd=False) as stream:
-        printing = logging.StreamHandler(stream)
+        printing = kind(stream)
         root.addHandler(printing)
         with logging_process(LogsConfig(), place, run="run", node="a", capture=capture):
             logger.info("a record")

@@ -108,18 +108,18 @@ def _name_the_slow_device() -> None:
                           close=lambda: None)
     watch = Stragglers(StragglerConfig(every_steps=2, window=2), Collectives(Runtime(rank, 3)),
                        own_time=DeviceTime(blocks, device.event), nvml=hot)
-    told = []
+    reported = []
     for _ in range(9):
         x = torch.ones(2, 4)
         for block in blocks:
             x = block(x)
         x.sum().backward()
-        told += watch.step(0.0)
+        reported += watch.step(0.0)
     watch.close()
     if rank:
-        assert told == []
+        assert reported == []
         return
-    [(kind, detail)] = told
+    [(kind, detail)] = reported
     assert (kind, detail["slow_rank"]) == ("straggler", 2)
     assert (detail["own_seconds"], detail["median_seconds"]) == (0.6, 0.2)
     assert describe({"kind": kind, "detail": detail}) == (

@@ -44,20 +44,20 @@ def test_a_rank_is_named_once_and_again_when_it_comes_back():
                 [1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 2.0, 1.0]]
     watch = Stragglers(StragglerConfig(every_steps=2, window=2), Scripted(readings))
     events = [watch.step(0.0) for _ in range(1 + 2 * len(readings))]
-    told = {number: event for number, found in enumerate(events) for event in found}
-    assert [(number, kind, detail["slow_rank"]) for number, (kind, detail) in told.items()] == [
+    reported = {number: event for number, found in enumerate(events) for event in found}
+    assert [(number, kind, detail["slow_rank"]) for number, (kind, detail) in reported.items()] == [
         (8, "straggler", 2), (12, "straggler_over", 2), (18, "straggler", 1)]
     assert watch.reading() == [1.0, 2.0, 1.0]
     assert watch.reading() == []
-    assert told[8][1] == {"slow_rank": 2, "own_seconds": 1.75, "median_seconds": 1.025, "over": 0.707}
+    assert reported[8][1] == {"slow_rank": 2, "own_seconds": 1.75, "median_seconds": 1.025, "over": 0.707}
     watch.close()
 
 
 def test_a_slow_worker_is_one_far_over():
     readings = [[1.0, 1.0, 1.4], [1.0, 1.0, 1.4], [1.0, 1.0, 3.0], [1.0, 1.0, 2.8], [1.0, 1.0, 1.4]]
     watch = Stragglers(StragglerConfig(every_steps=1, window=2), Scripted(readings), slow_factor=2.5)
-    told = [[kind for kind, _ in watch.step(0.0)] for _ in range(1 + len(readings))]
-    assert told == [[], [], ["straggler"], [], ["slow_worker"], ["slow_worker_over"]]
+    reported = [[kind for kind, _ in watch.step(0.0)] for _ in range(1 + len(readings))]
+    assert reported == [[], [], ["straggler"], [], ["slow_worker"], ["slow_worker_over"]]
     watch.close()
 
 
@@ -93,15 +93,15 @@ def _steps() -> None:
     collectives = Collectives(Runtime(rank=rank, world_size=3))
     watch = Stragglers(StragglerConfig(every_steps=3, window=2), collectives)
     BusyTime.path = ""  # running time alone: tests share their CPUs with others
-    told = []
+    reported = []
     for _ in range(7):
         until = time.thread_time() + (0.06 if rank == 1 else 0.02)
         while time.thread_time() < until:
             pass
         collectives.sum(torch.zeros(1, dtype=torch.float64))  # where the others wait for it
-        told += watch.step(0.0)
+        reported += watch.step(0.0)
     watch.close()
-    assert [(kind, detail["slow_rank"]) for kind, detail in told] == ([("straggler", 1)] if rank == 0 else [])
+    assert [(kind, detail["slow_rank"]) for kind, detail in reported] == ([("straggler", 1)] if rank == 0 else [])
 
 
 def test_the_rank_that_works_is_named_not_those_that_wait():

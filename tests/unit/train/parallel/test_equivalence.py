@@ -1,5 +1,9 @@
 """A short version of `python -m tests.benchmarks.equivalence`: a few steps, one start of four processes."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from tests.benchmarks.equivalence import ROWS, run
@@ -19,3 +23,10 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 @pytest.mark.parametrize("name", [row.name for row in SHORT])
 def test_the_layout_does_not_change_the_run(table: dict[str, dict], name: str):
     assert table[name]["within"], table[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name.startswith("3-D")])
+def test_products_of_three_dimensions_do_not_change_the_run(tmp_path: Path, name: str):
+    (line,) = run(tmp_path, [row for row in ROWS if row.name == name], STEPS)
+    assert line["within"], line

@@ -10,7 +10,8 @@ from tidewheel.models.families import Llama
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.parallel.config import ParallelConfig
-from tidewheel.train.parallel.mesh import mesh_sizes
+from tidewheel.train.parallel.mesh import Mesh, mesh_sizes
+from tidewheel.train.parallel.model import reduces_always
 
 MODEL = Llama(dim=64, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=192)
 
@@ -106,7 +107,7 @@ def test_sharded_sequences_have_equal_parts(tensor, context, tokens):
 
 
 @pytest.mark.parametrize(("parallel", "world", "says"), [
-    ({"replicate": 2}, 1, "1 data-parallel workers are no multiple of parallel.replicate 2; nearest"),
+    ({"replicate": 2}, 1, "1 data-parallel workers are not a multiple of parallel.replicate 2; nearest"),
     ({}, 3, "3 workers cannot share 4 virtual ranks"),
 ])
 def test_a_world_size_that_does_not_fit_the_mesh_is_refused(parallel: dict[str, int], world: int, says: str):
@@ -125,3 +126,20 @@ def test_world_sizes_with_too_few_micro_batches_for_the_schedule_are_illegal():
     assert legal.sizes(config) == (4, 8)  # 16 workers would have 2 micro-batches each
     with pytest.raises(ConfigError, match="nearest number that it can: 4"):
         legal.check_world(config, 16)
+
+
+def test_sums_in_bf16_belong_to_the_recipe():
+    plain, rounded = build(TrainConfig, {}), build(TrainConfig, {}, ("parallel.reduce_dtype=bf16",))
+    assert rounded.recipe_hash() != plain.recipe_hash()
+    same = build(TrainConfig, {}, ("parallel.reduce_dtype=fp32", "parallel.data=ddp"))
+    assert same.recipe_hash() == plain.recipe_hash()
+
+
+def test_micro_batches_are_never_added_up_in_bf16():
+    """FSDP2 adds them up before the all-reduce over replicas, in the dtype of the reduction."""
+    copies = ("parallel.replicate=2", "parallel.reduce_dtype=bf16")
+    assert "nearest legal choice: reduce step" in refused(*copies, "parallel.reduce=micro_batch")
+    mesh = Mesh({"pipeline": 1, "replicate": 2, "shard": 2, "context": 1, "tensor": 1}, 0, None)
+    values = {"elastic": {"max_workers": 16}}
+    assert not reduces_always(build(TrainConfig, values, copies), mesh, 10**9)
+    assert reduces_always(build(TrainConfig, values, copies[:1]), mesh, 10**9)

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import on_ranks
 from tidewheel.config import build
-from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.decoder import Decoder, next_tokens
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.train import parallel
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import ParallelModel

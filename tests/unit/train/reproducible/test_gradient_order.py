@@ -28,16 +28,16 @@ def test_every_virtual_rank_gets_all_of_its_micro_batches_in_order(layout, conte
     size = copies * shards
     virtual = size * each
     order = GradientOrder(virtual, MicroBatchShare(0, size, shards if streams else 1), streams, contexts)
-    came: dict[int, list[int]] = {}
+    arrived: dict[int, list[int]] = {}
     for number in range(each * parts):
         order.begin(number, each * parts)
         assert order.parts == parts
         for rank in range(size):
             for context in range(contexts):
                 micro = MicroBatchShare(rank, size, order.share.stride).of(virtual * parts)[number]
-                came.setdefault(order.leaf((rank, context)), []).append(micro % parts)
+                arrived.setdefault(order.leaf((rank, context)), []).append(micro % parts)
     assert order.last
-    assert came == {leaf: list(range(parts)) for leaf in range(virtual * contexts)}
+    assert arrived == {leaf: list(range(parts)) for leaf in range(virtual * contexts)}
 
 
 @given(layouts, st.integers(1, 2))

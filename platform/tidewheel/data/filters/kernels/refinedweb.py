@@ -1,5 +1,7 @@
-"""The compiled pass of `refinedweb`: one look at each line, a copy of those that stay. As in `kernels`, tables are
-arguments."""
+"""The compiled pass of `refinedweb`, which reads each line once and copies the lines that stay.
+
+As in `kernels`, tables are arguments.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def _decode(data, i, end):
 
 @numba.njit(nogil=True)
 def _flags(entry):
-    """Flags of a character that is not ASCII, from its table entry."""
+    """Return the flags of a character that is not ASCII, from its table entry."""
     kind = entry & CLASS_BITS
     return ((UPPER_FLAG if entry & UPPER != 0 else 0) | (DIGIT_FLAG if kind == DIGIT else 0)
             | (SPACE_FLAG if entry & SPACE != 0 else 0))
@@ -28,7 +30,7 @@ def _flags(entry):
 
 @numba.njit(nogil=True)
 def _count(data, i, end, entries, ascii_flags):
-    """(characters, upper-case ones, digits, words, end) of the line at i, which ends before a newline or `end`."""
+    """Return (characters, upper-case ones, digits, words, end) of the line at i, which ends at a newline or `end`."""
     characters, words = 0, 0
     upper, digits = np.int64(0), np.int64(0)
     in_word = False
@@ -53,14 +55,14 @@ def _count(data, i, end, entries, ascii_flags):
 
 @numba.njit(nogil=True)
 def _wordlike(code, entry):
-    """What \\w matches: letters, numbers, underscores."""
+    """Return whether \\w matches the character: a letter, number or underscore."""
     kind = entry & CLASS_BITS
     return kind == LETTER or kind == DIGIT or kind == SOLO or code == 0x5F
 
 
 @numba.njit(nogil=True)
 def _matches(data, i, end, phrase, first, last):
-    """Whether the bytes at i are phrase[first:last], ASCII case aside."""
+    """Return whether the bytes at i are phrase[first:last], ignoring ASCII case."""
     if end - i < last - first:
         return False
     for j in range(last - first):
@@ -74,9 +76,9 @@ def _matches(data, i, end, phrase, first, last):
 
 @numba.njit(nogil=True)
 def _is_counter(data, i, end, entries, counted, counted_ends):
-    """Whether the line is a number ("1,204", "3.1K") and one of the words, among nothing but punctuation."""
+    """Return whether the line has only a number ("1,204", "3.1K"), one of the words, and punctuation."""
     code, size = np.int64(0), 0
-    while i < end:  # to the first word character, which must be a digit
+    while i < end:  # skip to the first word character, which must be a digit
         code, size = _decode(data, i, end)
         if _wordlike(code, np.int64(entries[code])):
             break
@@ -115,7 +117,7 @@ def _is_counter(data, i, end, entries, counted, counted_ends):
 
 @numba.njit(nogil=True)
 def _cut(out, start, end, first, last):
-    """Take bytes [first, last) out of the line [start, end); its new end."""
+    """Remove bytes [first, last) from the line [start, end); return its new end."""
     for j in range(last, end):
         out[first + j - last] = out[j]
     return end - (last - first)
@@ -123,7 +125,7 @@ def _cut(out, start, end, first, last):
 
 @numba.njit(nogil=True)
 def _space_before(out, start, i, entries):
-    """Bytes of the white-space character that ends at i, 0 when there is none."""
+    """Return the length in bytes of the white-space character that ends at i; 0 if there is none."""
     j = i - 1
     while j > start and np.int64(out[j]) & 0xC0 == 0x80:
         j -= 1
@@ -133,10 +135,10 @@ def _space_before(out, start, i, entries):
 
 
 @numba.njit(nogil=True)
-def _cut_phrase(out, start, end, entries, phrases, first, last, place):
-    """Cut one phrase, with one white-space character at its side, out of the line; (new end, times)."""
+def _cut_phrase(out, start, end, entries, phrases, first, last, position):
+    """Remove a phrase, with one adjacent white-space character, from the line; return (new end, number of removals)."""
     times = 0
-    if place == 2:
+    if position == 2:
         if _matches(out, start, end, phrases, first, last):
             stop = start + last - first
             if stop < end:
@@ -144,7 +146,7 @@ def _cut_phrase(out, start, end, entries, phrases, first, last, place):
                 stop += size if np.int64(entries[code]) & SPACE != 0 else 0
             end = _cut(out, start, end, start, stop)
             times = 1
-    elif place == 1:
+    elif position == 1:
         stop, space = end, _space_before(out, start, end, entries)
         while space > 0:
             stop -= space
@@ -169,8 +171,8 @@ def _cut_phrase(out, start, end, entries, phrases, first, last, place):
 
 @compiled
 def remove_lines(data, offsets, first, last, entries, ascii_flags, max_upper, max_digits, min_words, short_words,
-                 counted, counted_ends, phrases, phrase_ends, places, out, bounds, counts):
-    """Documents [first, last) without what `refinedweb` removes into out and bounds; counts [last - first, 4]."""
+                 counted, counted_ends, phrases, phrase_ends, positions, out, bounds, counts):
+    """Write documents [first, last) without removed lines and phrases to out; fill bounds and counts [n, 4]."""
     o = 0
     for document in range(first, last):
         i, stop, begin = offsets[document], offsets[document + 1], o
@@ -190,10 +192,11 @@ def remove_lines(data, offsets, first, last, entries, ascii_flags, max_upper, ma
                 o += 1
             if 0 < words <= short_words:
                 cut, begins = 0, 0
-                for number in range(len(phrase_ends)):
-                    o, times = _cut_phrase(out, start, o, entries, phrases, begins, phrase_ends[number], places[number])
+                for index in range(len(phrase_ends)):
+                    stops = phrase_ends[index]
+                    o, times = _cut_phrase(out, start, o, entries, phrases, begins, stops, positions[index])
                     cut += times
-                    begins = phrase_ends[number]
+                    begins = stops
                 if cut > 0:
                     row[3] += cut
                     words = _count(out, start, o, entries, ascii_flags)[3]

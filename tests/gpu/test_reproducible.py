@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu import on_gpu
 from tests.unit.train.reproducible.test_ranks import HALF, VOCABULARY, Case, digest, micro_batches, settings
 from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
@@ -12,14 +13,9 @@ from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.reproducible import norm
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.runtime import Runtime
-from tidewheel.train.step import MicroBatch, train_step
+from tidewheel.train.step import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
-
-def on_gpu(micro: MicroBatch) -> MicroBatch:
-    tensors = (micro.tokens, micro.positions, micro.segment_ids, micro.targets)
-    return MicroBatch(*(tensor.cuda() for tensor in tensors), micro.virtual_rank, micro.num_tokens, micro.num_targets)
 
 
 @pytest.mark.parametrize("changes", [{}, {**HALF, "model": {"attention": "varlen"}},

@@ -1,0 +1,227 @@
+"""Data parallelism by FSDP2: zero2, zero3 and HSDP.
+
+A unit is what one all-gather brings: the embedding, each block, and the final norm with the output matrix. With tied
+embeddings the embedding is used at both ends, so it forms one unit with the final norm, which is gathered once per
+forward pass and stays until the backward pass ends. A pipeline stage has some of these units.
+
+The gather of the next unit starts before a unit computes, in both directions. The embedding is not gathered for the
+backward pass, which does not read it. The unit with the output matrix is not resharded after the forward pass, because
+the backward pass begins with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from tidewheel.models.decoder import Decoder
+from tidewheel.train import fp8
+from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks
+from tidewheel.train.reproducible.exchange import OrderedSum
+from tidewheel.train.reproducible.gradient_order import GradientOrder
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the first name since torch 2.13
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Modules that are gathered together.
+
+    Args:
+        modules: whose parameters form the unit. The first one's forward pass gathers them.
+        is_end: whether the unit holds the embedding or the output matrix.
+    """
+
+    modules: tuple[nn.Module, ...]
+    is_end: bool = False
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        """Return the module that has FSDP2's methods; call it after sharding."""
+        return cast(FSDPModule, self.modules[0])
+
+    @property
+    def group(self) -> Any:
+        """Return FSDP2's group of the unit's parameters."""
+        return self.fsdp._get_fsdp_state()._fsdp_param_group
+
+
+class FullyShard(SingleProcess):
+    """FSDP2: parameters, gradients and optimizer state are sharded by rows. Each unit is gathered when it is used.
+
+    Args:
+        part: a decoder or a pipeline stage.
+        mesh: one-dimensional, or (replicate, shard). In reproducible mode it has only the shards.
+        reshard_after_forward: True for ZeRO-3; False keeps gathered parameters until the backward pass (ZeRO-2).
+        reduce_always: reduce-scatter gradients after every backward pass, not only after the last one.
+        offload: keep shards in host memory.
+        precision: dtypes of the gathered parameters and of the reduction.
+        order: of reproducible mode.
+        sums: of reproducible mode, creates the sum of a unit's gradients.
+    """
+
+    def __init__(self, part: Decoder, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
+                 offload: bool = False, precision: MixedPrecisionPolicy | None = None,
+                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
+        super().__init__(part)
+        self._reduce_always, self._order = reduce_always, order
+        self._is_prepared = False
+        self._in_fp8 = fp8.gathers_in_fp8(part)
+        precision = precision or MixedPrecisionPolicy()
+        if part.embedding is not None and precision.param_dtype is not None:
+            part.embedding.output_dtype = part.embedding.weight.dtype  # the dtype of the residual stream stays
+        self._units = _shard(part, mesh, precision, reshard_after_forward, offload)
+        for unit in self._units:  # gloo has no PREMUL_SUM, which other divide factors need
+            unit.fsdp.set_gradient_divide_factor(1.0)
+            unit.fsdp.set_force_sum_reduction_for_comms(True)
+            if order is not None and sums is not None:
+                unit.fsdp.set_custom_reduce_scatter(_OrderedReduceScatter(order, sums()))
+            elif precision.reduce_dtype not in (None, torch.float32):
+                unit.fsdp.set_custom_reduce_scatter(_LowReduceScatter(precision.reduce_dtype))
+
+    def zero_grad(self) -> None:
+        if not self._is_prepared:
+            self._keep_gradients_in_fp32()
+            self._is_prepared = True
+        super().zero_grad()
+
+    def _keep_gradients_in_fp32(self) -> None:
+        """Let FSDP2 keep some gradients in fp32, before and after their reduction.
+
+        These are the gradients of 16-bit parameters, and of the embedding and the output matrix, to which many tokens
+        or chunks of the loss add. FSDP2 has no option for it: it adds up the uses of a gathered parameter in that
+        parameter's dtype, and rounds the reduced gradient to the dtype of the parameter.
+
+        Called before the first forward pass, when the parameters have their final storage.
+        """
+        self.part._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        for unit in self._units:
+            group = unit.group
+            if group._orig_dtype == torch.float32 and not (unit.is_end and group.mp_policy.param_dtype is not None):
+                continue
+            unit.fsdp.unshard()  # makes the gathered parameters, which FSDP2 uses from now on, and sets dtypes
+            accumulate_in_fp32(parameter.unsharded_param for parameter in group.fsdp_params)
+            unit.fsdp.reshard()
+            group._orig_dtype = torch.float32
+        accumulate_in_fp32(self.part.parameters())
+
+    def begin(self, number: int, count: int) -> None:
+        if self._order is not None:
+            self._order.begin(number, count)
+            self.zero_grad()  # the `OrderedSum` holds the sum; FSDP2 must not accumulate on its own
+            return
+        assert isinstance(self.part, FSDPModule)
+        last = number == count - 1
+        self.part.set_requires_gradient_sync(last or self._reduce_always)
+        self.part.set_requires_all_reduce(last)
+
+    def refresh(self) -> None:
+        """Compute the scales of the weights that are gathered in fp8."""
+        if self._in_fp8:
+            fp8.update_scales(self.part)
+
+    def reshard(self) -> None:
+        """Shard the parameters again after a forward pass without a backward pass.
+
+        Otherwise parameters stay plain tensors, which neither the optimizer nor a checkpoint knows.
+        """
+        for unit in self._units:
+            unit.fsdp.reshard()
+
+
+def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool,
+           offload: bool) -> list[_Unit]:
+    """Shard a part of the model and return its units in the order of the forward pass."""
+    fsdp_precision = precision
+    if precision.reduce_dtype is not None:  # gradients are accumulated in fp32, `_LowReduceScatter` rounds them
+        fsdp_precision = dataclasses.replace(precision, reduce_dtype=torch.float32)
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": fsdp_precision, "offload_policy": OffloadPolicy()}
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    inner = [_Unit((block,)) for block in blocks(part)]
+    for unit in inner:
+        fully_shard(unit.modules[0], reshard_after_forward=reshard_after_forward, **settings)
+    tied = part.embedding is not None and part.norm is not None and part.output is None
+    first, last = [], []
+    if tied:
+        first = [_Unit((part,), is_end=True)]
+    if part.embedding is not None and not tied:
+        first = [_Unit((part.embedding,), is_end=True)]
+        fully_shard(part.embedding, reshard_after_forward=reshard_after_forward, **settings)
+        part.embedding.set_unshard_in_backward(False)  # type: ignore[operator]
+    if part.norm is not None and part.output is not None:
+        last = [_Unit((part.norm, part.output), is_end=True)]
+        fully_shard([part.norm, part.output], reshard_after_forward=False, **settings)
+        _gather_with_first_module(last[0])
+    fully_shard(part, reshard_after_forward=False, **settings)  # without parameters, unless embeddings are tied
+    units = [*first, *inner, *last]
+    _prefetch(part, units, inner)
+    return units
+
+
+def _gather_with_first_module(unit: _Unit) -> None:
+    """Let the forward pass of a unit's first module alone gather the unit.
+
+    FSDP2 waits until every module of a unit has run once. But a loss in chunks reads the output matrix and never calls
+    its module, and an objective may call it several times. All reads come after the first module.
+    """
+    state = unit.fsdp._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    first = unit.modules[0]
+    state._pre_forward_hook_handle = first.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    state._post_forward_hook_handle = first.register_forward_hook(state._post_forward)
+
+
+def _prefetch(part: nn.Module, units: Sequence[_Unit], inner: Sequence[_Unit]) -> None:
+    """Set which unit is gathered while another one computes."""
+    for unit, following in itertools.pairwise(units):
+        unit.fsdp.set_modules_to_forward_prefetch([following.fsdp])
+    for unit, previous in zip(inner[1:], inner):
+        unit.fsdp.set_modules_to_backward_prefetch([previous.fsdp])
+    if inner:  # the backward pass of the loss begins at the root, whose unit or the last one is still gathered
+        cast(FSDPModule, part).set_modules_to_backward_prefetch([inner[-1].fsdp])
+
+
+class _LowReduceScatter(ReduceScatter):
+    """Reduce-scatter of gradients in a 16-bit dtype. FSDP2 also all-reduces the result, of HSDP, in it.
+
+    With `MixedPrecisionPolicy.reduce_dtype`, FSDP2 would also add up the micro-batches in this dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype,
+                 device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=self._dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any,
+                 async_op: bool = False) -> Any:
+        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+class _OrderedReduceScatter(ReduceScatter):
+    """Replacement for FSDP2's reduce-scatter, called after the backward pass of each micro-batch."""
+
+    def __init__(self, order: GradientOrder, total: OrderedSum) -> None:
+        self._order, self._total = order, total
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype,
+                 device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._total.add(input_tensor)
+        if self._order.last:  # earlier outputs become gradients that `FullyShard.begin` resets
+            output_tensor.copy_(self._total.shard())

@@ -1,0 +1,40 @@
+"""Compiled blocks under each kind of parallelism: no graph break, one compilation, the losses of one process.
+
+The backend is AOTAutograd without inductor: graphs are captured, guarded and split into forward and backward as always.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from tests.ranks import on_ranks
+from tests.unit.train.parallel.layouts import config, train
+from tidewheel.train.compile import compile_blocks
+from tidewheel.train.parallel import model as model_module
+
+LAYOUTS: tuple[dict[str, Any], ...] = ({"data": "zero3"}, {"tensor": 2}, {"context": 2})
+STEPS = 3
+
+
+def test_blocks_are_compiled_once_and_whole():
+    on_ranks(2, _every_layout)
+
+
+def _every_layout() -> None:
+    _, expected = train(config({}), 1, STEPS)
+    for layout in LAYOUTS:
+        torch._dynamo.reset()
+        counters.clear()
+        with mock.patch.object(model_module, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
+            _, results = train(config(layout, compile=True), dist.get_world_size(), STEPS)
+        assert not counters["graph_break"], f"{layout}: {dict(counters['graph_break'])}"
+        assert counters["stats"]["unique_graphs"] == 1, f"{layout}: compiled again: {dict(counters['stats'])}"
+        assert counters["aot_autograd"]["ok"] == counters["aot_autograd"]["total"] == 1, layout
+        for ours, theirs in zip(results, expected):
+            assert abs(ours.loss / theirs.loss - 1) < 1e-5, f"{layout}: loss {ours.loss}, not {theirs.loss}"
