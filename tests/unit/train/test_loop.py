@@ -252,7 +252,7 @@ def test_a_run_without_a_newer_model_setting_continues_only_with_its_default(ref
 
 def test_a_finished_run_of_another_model_is_refused(reference: Path):
     assert alone(config(reference, "whole"))[0].steps == 8
-    with pytest.raises(ConfigError, match="is over, and was of another model"):
+    with pytest.raises(ConfigError, match="is finished, and trained another model"):
         alone(config(reference, "whole", "model.dim=64"))
 
 
