@@ -36,7 +36,7 @@ ONE_SAVE = "checkpoint.every_steps=100000"
 def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault: Fault | None) -> None:
     """Run a worker. Until a file "hurry" exists beside the run, steps are slow, and the last ones so slow that the run
     cannot end before the test does."""
-    step, hurry = loop.Loop._step, Path(settings.run.uri) / "hurry"
+    step, hurry = loop.Loop._enqueue, Path(settings.run.uri) / "hurry"
 
     def slow_step(self: loop.Loop, number: int, *arguments: Any) -> Any:
         late = number > settings.steps - LAST_STEPS
@@ -45,7 +45,7 @@ def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault:
             time.sleep(0.02)
         return step(self, number, *arguments)
 
-    loop.Loop._step = slow_step  # type: ignore[method-assign]
+    loop.Loop._enqueue = slow_step  # type: ignore[method-assign]
     if fault is not None:
         fault(node, Path(settings.run.uri) / "fault")
     signal.signal(signal.SIGTERM, lambda *_: notice())  # on a cluster, `ray_workers` installs it

@@ -98,7 +98,7 @@ def unhurried(steps: int, hurry: Path) -> Any:
         from tidewheel.train.loop import Loop
 
         if not hasattr(Loop, "at_once"):
-            Loop.at_once = Loop._step  # type: ignore[attr-defined]
+            Loop.at_once = Loop._enqueue  # type: ignore[attr-defined]
 
         def slow_step(self: Any, step: int, *arguments: Any) -> Any:
             until = time.monotonic() + (LATE_STEP_SECONDS if 3 * step > 2 * steps else STEP_SECONDS)
@@ -106,7 +106,7 @@ def unhurried(steps: int, hurry: Path) -> Any:
                 time.sleep(0.02)
             return self.at_once(step, *arguments)
 
-        Loop._step = slow_step  # type: ignore[method-assign]
+        Loop._enqueue = slow_step  # type: ignore[method-assign]
         return run_worker(settings)
 
     return worker
