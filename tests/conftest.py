@@ -18,14 +18,18 @@ settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tidewheel"))
 
 LONGEST_FIRST = (
-    "unit/test_types.py",
-    "cluster/test_docs.py", "cluster/test_elastic.py", "cluster/test_jobs.py", "cluster/test_demo.py",
-    "cluster/test_left_out.py", "chaos/test_pipeline_kill.py", "cluster/test_two_drivers.py",
-    "unit/train/reproducible/test_ranks.py", "unit/test_storage_faults.py", "unit/train/parallel/test_equivalence.py",
-    "unit/checkpoint/test_saves_in_time.py", "unit/data/readers/test_bombs.py", "unit/train/test_storage_misbehaves.py",
-    "unit/test_typed_sdk.py", "unit/test_storage.py", "unit/train/parallel/test_checkpoints.py", "unit/test_retry.py",
-    "unit/train/parallel/test_resharding.py", "unit/checkpoint/memory_tier/test_orphans.py", "unit/train/test_loop.py")
-"""Files that take about 20 seconds or more. Files that compute alternate with files that wait for a store.
+    "cluster/test_docs.py", "unit/test_types.py", "cluster/test_elastic.py", "unit/train/reproducible/test_ranks.py",
+    "cluster/test_jobs.py", "unit/train/parallel/test_equivalence.py", "cluster/test_demo.py", "unit/test_storage.py",
+    "cluster/data/test_pipeline.py", "unit/test_storage_faults.py", "cluster/test_wheel.py",
+    "unit/train/parallel/test_checkpoints.py", "cluster/test_left_out.py", "unit/data/readers/test_bombs.py",
+    "cluster/test_two_drivers.py", "unit/checkpoint/test_saves_in_time.py", "cluster/test_local_cluster.py",
+    "unit/train/test_storage_misbehaves.py", "cluster/test_placement.py", "unit/train/test_running_ahead.py",
+    "cluster/test_same_bytes.py", "unit/test_retry.py", "chaos/test_pipeline_kill.py",
+    "unit/train/parallel/test_pipeline.py", "cluster/test_background.py", "unit/train/test_settle.py",
+    "cluster/test_blips.py", "unit/train/parallel/test_tensor.py", "cluster/test_pipeline_storage.py",
+    "unit/checkpoint/memory_tier/test_orphans.py", "cluster/test_in_place.py", "unit/train/test_fp8.py",
+    "cluster/test_stops.py", "unit/train/test_loop.py", "cluster/test_nccl_like.py")
+"""Files that take about 20 seconds or more. Files that wait for a cluster alternate with files that compute.
 
 pytest-xdist hands out whole files. A worker that begins a long file last leaves the others without work.
 """

@@ -11,9 +11,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import tidewheel
+from tests.every import every
 
 PACKAGE = Path(tidewheel.__file__).parent
 COMMANDS = ("commands/", "cli.py")
@@ -118,7 +117,7 @@ def class_problems(name: str, node: ast.ClassDef) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("module", modules())
+@every(modules())
 def test_public_names_are_documented(module: str) -> None:
     tree = ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
     problems = ["the module has no docstring"] if tree.body and not ast.get_docstring(tree) else []

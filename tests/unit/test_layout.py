@@ -15,6 +15,7 @@ import pytest
 
 import tidewheel
 from tests.conftest import LONGEST_FIRST
+from tests.every import every
 from tidewheel.data.filter import FILTERS
 from tidewheel.data.reader import READERS
 
@@ -148,8 +149,8 @@ def test_the_required_folders_exist_at_the_top_level():
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path):
+def check_imports(path):
+    """Fail if a module imports one of a later level."""
     name = dotted(path)
     for imported in imported_modules(path) if name else ():
         importing_room = name.split(".")[0]
@@ -163,6 +164,9 @@ def test_imports_point_one_way(path):
             inner, target = name.removeprefix("data."), imported.removeprefix("data.")
             if inner.split(".")[0] != target.split(".")[0]:
                 assert level(target, DATA_LEVELS) < level(inner, DATA_LEVELS), f"{name} imports {imported}"
+
+
+test_imports_point_one_way = every(modules())(check_imports)
 
 
 @pytest.mark.parametrize("name", LONGEST_FIRST)
@@ -207,10 +211,10 @@ def test_reports_and_plans_that_import_elastic_are_refused(tmp_path, monkeypatch
     path.write_text(statement)
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     with pytest.raises(AssertionError, match="is to its right"):
-        test_imports_point_one_way(path)
+        check_imports(path)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@every(modules())
 def test_ray_stays_at_the_edges(path):
     inside = str(path.relative_to(PACKAGE))
     if inside.startswith(RAY_ROOMS):
@@ -218,7 +222,7 @@ def test_ray_stays_at_the_edges(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "ray"], f"{inside} imports ray"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@every(modules())
 def test_nothing_is_unpickled(path):
     names = imports(path)
     assert not {name for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve")}
@@ -262,7 +266,7 @@ def part_imports(path: Path) -> set[str]:
     return {name for name in FILTERS.built_in() if f"tidewheel.data.filters.{name}" in modules}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@every(modules())
 def test_no_second_list_of_filters(path):
     """Code that must know something about a filter asks the filter. Only its module and the editor facade name it."""
     inside = str(path.relative_to(PACKAGE))
@@ -303,7 +307,7 @@ def strings(path: Path) -> set[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@every(modules())
 def test_only_readers_name_formats(path):
     inside = str(path.relative_to(PACKAGE))
     module = inside.removeprefix("data/readers/").removesuffix(".py")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tidewheel
+from tests.every import every
 
 PACKAGE = Path(tidewheel.__file__).parent
 PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
@@ -31,7 +32,7 @@ def test_every_package_logs(name: str):
     assert re.search(r"logger\.(debug|info|warning|error|critical)\(", sources)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@every(modules())
 def test_a_module_has_one_logger_of_its_name_and_prints_nothing(path: Path):
     inside = str(path.relative_to(PACKAGE))
     text = path.read_text()

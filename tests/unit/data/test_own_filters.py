@@ -131,7 +131,7 @@ def test_the_error_of_a_failing_filter_names_its_line(module: str, name: str, to
 
 
 @pytest.mark.parametrize(("name", "settings", "told"), [
-    ("{}:Shoutin", {}, "'Shoutin' does not exist"), ("{}:nothing", {}, "is not a filter"),
+    ("{}:Shoutin", {}, "'Shoutin' does not exist"), ("{}:nothing", {}, "is no filter"),
     ("no_such_module_at_all:x", {}, "there is no module 'no_such_module_at_all'"),
     ("{}:Shouting", {"max_uper": 1}, "did you mean 'max_upper'"), ("{}:short", {"a": 1}, "a"),
 ])

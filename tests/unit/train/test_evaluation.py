@@ -112,7 +112,7 @@ def test_wrong_sets_are_refused(sets: Path, tmp_path: Path):
     write_shards(tmp_path / "other", shards=1, rows=2, vocabulary_size=256)
     with pytest.raises(ShardError, match="vocabulary_size is 256"):
         train(config(sets, "refused", f"data.validation={{web: {sets / 'web'}, odd: {tmp_path / 'other'}}}"), Runtime())
-    with pytest.raises(ConfigError, match="no name"):
+    with pytest.raises(ConfigError, match="not a valid name"):
         build(DataConfig, {"validation": {"a/b": "x"}})
     with pytest.raises(ConfigError, match="has no URI"):
         build(DataConfig, {"validation": {"web": ""}})

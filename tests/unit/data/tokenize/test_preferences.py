@@ -94,7 +94,7 @@ def test_a_set_is_written_verified_inspected_and_traced(encoder, tmp_path):
     ({"prompt_length": -1, "chosen": [1], "rejected": [2]}, "not shorter than its sequence"),
     ({"prompt_length": 2, "chosen": [1, 2, 3], "rejected": [1, 5, 3]}, "different prompts"),
     ({"prompt_length": 0, "chosen": [60_000], "rejected": [2]}, "outside the vocabulary"),
-    ({"prompt_length": 0, "chosen": [1] * 201, "rejected": [2]}, "201 tokens, allowed are 200"),
+    ({"prompt_length": 0, "chosen": [1] * 201, "rejected": [2]}, "201 tokens, at most 200 are allowed"),
 ])
 def test_verify_reports_wrong_rows(encoder, tmp_path, row, message):
     good = {"document_id": "g", "prompt_length": 1, "chosen": [1, 2], "rejected": [1, 3, 4]}

@@ -9,6 +9,7 @@ import functools
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -22,6 +23,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = ({"data": "zero3"}, {"tensor": 2}, {"conte
 STEPS = 3
 
 
+@pytest.mark.long
 def test_blocks_are_compiled_once_and_whole():
     on_ranks(2, _every_layout)
 
