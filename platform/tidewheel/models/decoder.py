@@ -18,6 +18,7 @@ from tidewheel.models.config import LossConfig
 from tidewheel.models.documents import Documents
 from tidewheel.models.family import Model
 from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype
+from tidewheel.models.products import products
 from tidewheel.models.rope import RopeTable, apply_rope, rope_table
 from tidewheel.parts import calling
 
@@ -87,6 +88,7 @@ class Attention(nn.Module):
     def __init__(self, config: Model, *, qk_norm: bool = False, bias: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_width
+        self.fused = config.fused_products
         self.wq = nn.Linear(config.dim, config.num_heads * self.head_dim, bias=bias)
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
@@ -95,9 +97,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.norm_epsilon) if qk_norm else nn.Identity()
 
     def forward(self, x_BLD: torch.Tensor, rope: RopeTable, mask: DocumentMask) -> torch.Tensor:
-        q_BHLE = apply_rope(self.q_norm(self._heads(self.wq(x_BLD))), rope)
-        k_BKLE = apply_rope(self.k_norm(self._heads(self.wk(x_BLD))), rope)
-        v_BKLE = self._heads(self.wv(x_BLD))
+        q, k, v = products(x_BLD, (self.wq, self.wk, self.wv), fused=self.fused)
+        q_BHLE = apply_rope(self.q_norm(self._heads(q)), rope)
+        k_BKLE = apply_rope(self.k_norm(self._heads(k)), rope)
+        v_BKLE = self._heads(v)
         if mask.keys is not None:
             k_BKLE, v_BKLE = mask.keys(self, k_BKLE, v_BKLE)
         out_BHLE = document_attention(q_BHLE, k_BKLE, v_BKLE, mask)
@@ -108,16 +111,24 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward of Llama, w2(silu(w1 x) * w3 x)."""
+    """The feed-forward of Llama, w2(silu(w1 x) * w3 x).
 
-    def __init__(self, dim: int, inner: int) -> None:
+    Args:
+        dim: width of the input and the output.
+        inner: width between them.
+        fused: compute w1 x and w3 x as one product.
+    """
+
+    def __init__(self, dim: int, inner: int, *, fused: bool = False) -> None:
         super().__init__()
+        self.fused = fused
         self.w1 = nn.Linear(dim, inner, bias=False)
         self.w3 = nn.Linear(dim, inner, bias=False)
         self.w2 = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = products(x, (self.w1, self.w3), fused=self.fused)
+        return self.w2(F.silu(gate) * up)
 
 
 class Block(nn.Module):

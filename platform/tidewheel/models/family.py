@@ -59,6 +59,10 @@ class FeedForwardShape:
     kept_compiled: int
 
 
+KERNELS = ("attention", "flash_attention", "fused_products")
+"""Settings of a model that change only speed and rounding."""
+
+
 class Model(Part):
     """Base of every model family: the shape of a pre-norm decoder with RoPE and grouped-query attention."""
 
@@ -111,6 +115,10 @@ class Model(Part):
     flash_attention: Literal["auto", "FA2", "FA3", "FA4"] = "auto"
     """Implementation of flash attention: torch's own (FA2), or one that is installed beside torch. auto: the fastest
     one for the GPU that is installed (`models/attention_kernels.py`). It changes only speed and rounding."""
+    fused_products: bool = False
+    """Compute queries, keys and values as one matrix product, and both input products of a gated feed-forward as
+    another. Checkpoints are the same. It changes only speed and rounding. Not with fp8, which scales each matrix by
+    itself."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -228,14 +236,14 @@ class Model(Part):
     def shape(self) -> dict[str, Setting]:
         """Return the settings that decide what the model computes.
 
-        The attention kernel and the source of the initial weights do not. The family's name is under `kind` unless it
+        `KERNELS` and the source of the initial weights do not. The family's name is under `kind` unless it
         is the default.
         """
         from tidewheel.models.families import DEFAULT
 
         name = name_of(type(self))
         kind = {} if name == DEFAULT else {"kind": name}
-        return {**kind, **self.model_dump(mode="json", exclude={"attention", "flash_attention", "init_from"})}
+        return {**kind, **self.model_dump(mode="json", exclude={*KERNELS, "init_from"})}
 
     def matmul_parameters(self, vocabulary_size: int) -> int:
         """Return the number of parameters that multiply every token: blocks and output matrix, not the embedding."""

@@ -11,6 +11,7 @@ from pydantic import Field
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models import families
+from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
@@ -310,6 +311,9 @@ class TrainConfig(Config):
             why = "precision is fp32" if self.precision == "fp32" else "parallel.context is more than 1"
             raise ValueError(f"model.attention varlen takes 16-bit precision and whole rows, but {why}; nearest legal "
                              "choice: flex")
+        if self.model.fused_products and self.precision == "fp8":
+            raise ValueError("model.fused_products with precision fp8, which scales each matrix by itself; nearest "
+                             "legal choice: fused_products false")
         return self
 
     def own_parts(self) -> dict[str, Code]:
@@ -339,7 +343,7 @@ class TrainConfig(Config):
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "run_ahead", "memory",
                       "metrics", "profile", "logs", "callbacks"):
             values.pop(group, None)
-        for group, names in (("model", ("attention", "flash_attention")), ("objective", self.objective.UNDECISIVE),
+        for group, names in (("model", KERNELS), ("objective", self.objective.UNDECISIVE),
                              ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.family import KERNELS
 from tidewheel.provenance import git_commit, versions, without_secrets
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
@@ -34,8 +35,8 @@ REFUSED: dict[str, str] = {
     "data.mixture": "the order of the tokens would change",
 }
 """Settings that define a run, and why each must not change. All others may."""
-FREE_PARTS_OF_MODEL = ("model.attention", "model.flash_attention", "model.init_from")
-"""Settings of the model that may change: how attention is computed, and where the first weights came from."""
+FREE_PARTS_OF_MODEL = tuple(f"model.{name}" for name in (*KERNELS, "init_from"))
+"""Settings of the model that may change: how products are computed, and where the first weights came from."""
 REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
     "precision": "every later step would give other bits",
     "batch.micro_sequences": "sums over micro-batches would have another order",

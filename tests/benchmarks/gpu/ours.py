@@ -77,9 +77,10 @@ def configuration(case: Case) -> TrainConfig:
     micro_batches = case.virtual_ranks * -(-case.micro_batches // case.virtual_ranks)  # equally many for each
     batch = {"global_sequences": case.rows, "micro_sequences": case.rows // micro_batches,
              "virtual_ranks": case.virtual_ranks}
-    values: dict[str, Any] = {
-        "model": {**SHAPES[case.shape], "vocabulary_size": case.vocabulary}, "precision": "bf16",
-        "compile": case.compiled, "optimizer": {"learning_rate": case.learning_rate}, "batch": batch, **case.settings}
+    settings = dict(case.settings)
+    model = {**SHAPES[case.shape], "vocabulary_size": case.vocabulary, **settings.pop("model", {})}
+    values: dict[str, Any] = {"model": model, "precision": "bf16", "compile": case.compiled,
+                              "optimizer": {"learning_rate": case.learning_rate}, "batch": batch, **settings}
     if values["precision"] == "fp8":
         values |= fp8
     return build(TrainConfig, values)

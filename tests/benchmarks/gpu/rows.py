@@ -63,6 +63,8 @@ ROWS: Sequence[Row] = (
     Row("tests marked gpu", "gpu_tests:run", needs=40, limit=150),
     Row("ours, whole rows", "ours:train"),
     Row("bare loop, documents", "bare:train", PACKED),
+    Row("ours, documents, fused products", "ours:train",
+        Case(document=DOCUMENTS, **_ours(model={"fused_products": True}))),
     Row("transformers, whole rows", "hugging_face:train", Case(rows=4), rows_on_80_gb=2),
     Row("ours, 8b width, bf16", "ours:train", Case(**WIDE)),
     Row("ours, 8b width, fp8", "ours:train", Case(**WIDE, **_ours(precision="fp8"))),

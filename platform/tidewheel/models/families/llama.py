@@ -73,7 +73,8 @@ class Llama(Model):
     def block(self) -> nn.Module:
         from tidewheel.models.decoder import Attention, Block, SwiGLU
 
-        return Block(self, Attention(self, qk_norm=self.qk_norm), SwiGLU(self.dim, self.ffn_width))
+        return Block(self, Attention(self, qk_norm=self.qk_norm), SwiGLU(
+            self.dim, self.ffn_width, fused=self.fused_products))
 
     def tensor_parallel(self) -> Mapping[str, Cut]:
         plan: dict[str, Cut] = {**super().tensor_parallel(), "ffn.w1": "columns", "ffn.w3": "columns",
