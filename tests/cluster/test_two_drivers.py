@@ -116,6 +116,7 @@ def test_a_stopped_driver_is_fenced_when_it_returns(folder):
     assert losses[-1] == pytest.approx(reference.loss, rel=1e-6)
 
 
+@pytest.mark.long  # `tests/unit/test_ownership.py` takes a run over by force, and the test above fences its driver
 def test_a_live_driver_is_fenced_on_request(folder):
     run = store(config(folder).run_uri)
     first = drive(folder)

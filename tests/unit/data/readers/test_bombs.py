@@ -72,9 +72,12 @@ def repeated(value, times):
     return pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), pa.array([value]))
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "delta"])
-@pytest.mark.parametrize(("size", "found"), [(3 * MEBIBYTE, [[3 * MEBIBYTE, 120]]),
-                                             (5 * MEBIBYTE, [["record_too_long", 120]])])
+@pytest.mark.parametrize(("kind", "size", "found"), [
+    ("dictionary", 3 * MEBIBYTE, [[3 * MEBIBYTE, 120]]),
+    ("delta", 5 * MEBIBYTE, [["record_too_long", 120]]),
+    pytest.param("dictionary", 5 * MEBIBYTE, [["record_too_long", 120]], marks=pytest.mark.long),
+    pytest.param("delta", 3 * MEBIBYTE, [[3 * MEBIBYTE, 120]], marks=pytest.mark.long),
+])
 def test_parquet_whose_rows_share_one_value(tmp_path, kind, size, found):
     options = {"use_dictionary": True} if kind == "dictionary" else {
         "use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
