@@ -86,8 +86,8 @@ class Group:
         os.kill(self.processes[name].pid, number)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        found = jsonlog.read(self.store, "events.jsonl")
-        return [event for event in found if not kinds or event["kind"] in kinds]
+        result = jsonlog.read(self.store, "events.jsonl")
+        return [event for event in result if not kinds or event["kind"] in kinds]
 
     def end(self) -> None:
         self.coordinator.end()
@@ -110,6 +110,6 @@ def finished(group: Group) -> None:
     (Path(group.settings.run.uri) / "hurry").touch()
     group.wait(lambda: group.store.exists("result.json"))
     group.wait(lambda: not any(process.is_alive() for process in group.processes.values()))
-    found = audit(group.settings.run_uri)
-    assert found.ok, found.summary()
+    audited = audit(group.settings.run_uri)
+    assert audited.ok, audited.summary()
     assert not group.events("save_failed")

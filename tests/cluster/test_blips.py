@@ -60,7 +60,7 @@ class Run:
         self.network = self._opened.__enter__()
         endpoint = replace(endpoint, address=self.network.address)
         arguments = [(settings, endpoint, name, f"node of {name}", None) for name in NAMES]
-        self.workers = [CONTEXT.Process(target=work, args=each, daemon=True) for each in arguments]
+        self.workers = [CONTEXT.Process(target=work, args=argument, daemon=True) for argument in arguments]
         for worker in self.workers:
             worker.start()
         self.settings = settings

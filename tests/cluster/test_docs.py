@@ -49,16 +49,16 @@ def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
 
     The compiled filters are copied too: `copy2` keeps the times that show them to be up to date.
     """
-    place = tmp_path_factory.mktemp("docs") / "checkout"
-    place.mkdir()
+    folder = tmp_path_factory.mktemp("docs") / "checkout"
+    folder.mkdir()
     for name in CHECKOUT:
         source = ROOT / name
-        (shutil.copytree if source.is_dir() else shutil.copy2)(source, place / name)
-    (place / ".venv").mkdir()
-    (place / ".venv/bin").symlink_to(Path(sys.executable).parent)
-    (place / ".venv/.installed").touch()  # as `make` leaves it: newer than its prerequisites
-    run("\n".join(["set -eo pipefail", blocks(DOCS / "README.md")[0].text]), place)
-    return place
+        (shutil.copytree if source.is_dir() else shutil.copy2)(source, folder / name)
+    (folder / ".venv").mkdir()
+    (folder / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    (folder / ".venv/.installed").touch()  # as `make` leaves it: newer than its prerequisites
+    run("\n".join(["set -eo pipefail", blocks(DOCS / "README.md")[0].text]), folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def cluster(start: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long) if page in LONG else page
                                   for page in TASKS])
 def test_every_command_of_the_page(start, tmp_path, page, request):
-    place = tmp_path / "checkout"
-    shutil.copytree(start, place, symlinks=True)
+    folder = tmp_path / "checkout"
+    shutil.copytree(start, folder, symlinks=True)
     cluster = request.getfixturevalue("cluster") if page in ON_ONE_CLUSTER else {}
-    output = run(script(DOCS / f"{page}.md"), place, cluster)
+    output = run(script(DOCS / f"{page}.md"), folder, cluster)
     assert output.rstrip().endswith("--- end")
 
 

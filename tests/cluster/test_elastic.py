@@ -50,7 +50,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> str:
     """Write shards of random walks over the vocabulary, which a model can learn: two documents per row."""
-    place = store(tmp_path_factory.mktemp("shards"))
+    folder_store = store(tmp_path_factory.mktemp("shards"))
     random = np.random.default_rng(0)
     tokens = (np.cumsum(random.integers(0, 4, (ROWS, LENGTH)), axis=1) % (VOCABULARY - 2) + 2).astype(np.uint16)
     infos = []
@@ -62,12 +62,12 @@ def shards(tmp_path_factory) -> str:
             "segment_starts": pa.array([[0, LENGTH // 2]] * len(part), pa.list_(pa.int32())),
             "document_ids": pa.array([[f"{row:031x}a", f"{row:031x}b"] for row in part], pa.list_(pa.string())),
             "document_offsets": pa.array([[0, 0]] * len(part), pa.list_(pa.int64()))}
-        infos.append(write_shard(place, pa.table([columns[name].cast(schema.field(name).type)
+        infos.append(write_shard(folder_store, pa.table([columns[name].cast(schema.field(name).type)
                                                   for name in schema.names], schema=schema)))
-    stamp = place.write("tokenizer.json", b"{}")
+    stamp = folder_store.write("tokenizer.json", b"{}")
     tokenizer = {"file": "tokenizer.json", "hash": stamp.hash, "eos": 0, "pad": 1}
-    write_manifest(place, Manifest(LENGTH, "uint16", VOCABULARY, tokenizer, "test", (), 2 * ROWS, tuple(infos)))
-    return place.uri
+    write_manifest(folder_store, Manifest(LENGTH, "uint16", VOCABULARY, tokenizer, "test", (), 2 * ROWS, tuple(infos)))
+    return folder_store.uri
 
 
 def settings(shards: str, folder: Any, run_id: str, **changes: Any) -> TrainConfig:
@@ -159,10 +159,10 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     cluster.kill_node(victims[0])
 
     assert result.steps == config.steps
-    found = audit(config.run_uri)
-    assert found.ok, found.summary()
-    assert found.world_sizes[-4:] == (2, 1, 2, 1)
-    assert found.redone <= 1  # the step in progress; planned changes repeat nothing
+    audited = audit(config.run_uri)
+    assert audited.ok, audited.summary()
+    assert audited.world_sizes[-4:] == (2, 1, 2, 1)
+    assert audited.redone <= 1  # the step in progress; planned changes repeat nothing
 
     before = [event for event in events(config, "start", "resume") if event["time"] < disturb.times[0]]
     lost, grown, left = [event for event in events(config, "resume") if event["time"] > disturb.times[0]]
@@ -254,10 +254,10 @@ def test_training_begins_without_a_node_whose_worker_does_not_start(cluster, sha
         assert run_workers(config, unhurried(config.steps, hurry), on_progress).steps == config.steps
     finally:
         stopped.release()
-    found = audit(config.run_uri)
-    assert found.ok, found.summary()
-    assert found.world_sizes == (1, 2)
-    assert found.redone == 0
+    audited = audit(config.run_uri)
+    assert audited.ok, audited.summary()
+    assert audited.world_sizes == (1, 2)
+    assert audited.redone == 0
     assert not events(config, "failure")
 
 
@@ -294,9 +294,9 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
             hurry.touch()
 
     assert run_workers(config, worker, on_progress).steps == config.steps
-    found = audit(config.run_uri)
-    assert found.ok, found.summary()
-    assert found.world_sizes[-3:] == (2, 1, 2)
+    audited = audit(config.run_uri)
+    assert audited.ok, audited.summary()
+    assert audited.world_sizes[-3:] == (2, 1, 2)
     [out] = events(config, "worker_left_out")
     assert (out["detail"]["node"], out["detail"]["level"]) == (victim, "process")
     assert out["detail"]["until"] == out["time"]  # after the first failure, the probe may readmit at once
@@ -357,8 +357,8 @@ def test_a_frozen_worker_is_replaced(cluster, shards, tmp_path, record_property)
     result = run_workers(config, unhurried(config.steps, hurry), on_progress)
     stop.join()
     assert result.steps == 40
-    found = audit(config.run_uri)
-    assert found.ok, found.summary()
+    audited = audit(config.run_uri)
+    assert audited.ok, audited.summary()
     failure = next(event for event in events(config, "failure") if event["time"] > stop.times[0])
     assert "no sign of life" in failure["detail"]["error"]
     seconds = failure["time"] - stop.times[0]
@@ -395,8 +395,8 @@ def test_the_driver_is_killed_and_started_again(cluster, shards, tmp_path):
     driver.wait(timeout=120)
     driver.stdout.close()
     assert fit(config).steps == config.steps
-    found = audit(config.run_uri)
-    assert found.ok, found.summary()
+    audited = audit(config.run_uri)
+    assert audited.ok, audited.summary()
     assert 0 < events(config, "resume")[-1]["detail"]["step"] < config.steps
 
 

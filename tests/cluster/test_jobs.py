@@ -128,7 +128,7 @@ def test_a_workflow_of_the_sdk_is_submitted_then_found_done(cluster, tmp_path):
     assert server.follow(flow.submit(cluster.dashboard_url, output, input=raw), lines.append) == 0, "".join(lines)
     assert {row["step"]: row["state"] for row in flow.status(output, input=raw)} == dict.fromkeys(
         ("bpe", "small", "first", "second"), "published")
-    assert {each.state for each in flow.plan(output, input=raw)} == {"published"}
+    assert {item.state for item in flow.plan(output, input=raw)} == {"published"}
     events = {name: read(store(record.place), "events.jsonl") for name, record in flow.run(
         output, input=raw, address="127.0.0.1:1").records.items() if record.kind == "train"}  # needs no cluster
     sizes = {name: [event["detail"]["world_size"] for event in found if event["kind"] == "start"]

@@ -47,7 +47,7 @@ def test_ray_reads_selectors_as_we_do(cluster):
     rows = [row for row in ray.nodes() if row["Alive"]]
     for selector in ({MARKET_LABEL: "!spot"}, {GROUP_LABEL: "in(data,gpu-spot)"}, {GROUP_LABEL: "!in(data,gpu-spot)"},
                      {GROUP_LABEL: "gpu-on-demand", MARKET_LABEL: "!spot"}):
-        found = set()
+        results = set()
         for row in rows:
             strategy = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
             task: Any = ray.remote(num_cpus=0, scheduling_strategy=strategy, label_selector=selector)(lambda: None)
@@ -55,8 +55,8 @@ def test_ray_reads_selectors_as_we_do(cluster):
                 ray.get(task.remote(), timeout=90)
             except ray.exceptions.TaskUnschedulableError:
                 continue
-            found.add(row["NodeID"])
-        assert found == {row["NodeID"] for row in rows if matches(selector, row["Labels"])}, selector
+            results.add(row["NodeID"])
+        assert results == {row["NodeID"] for row in rows if matches(selector, row["Labels"])}, selector
 
 
 def test_a_pipeline_runs_on_the_nodes_of_its_group(cluster, tmp_path: Path):

@@ -25,9 +25,9 @@ def hashes(server, tmp_path_factory):
     """Return the hashes of one input's shards: from a folder, and from a store that fails 5 % of its requests."""
     folder, uri = tmp_path_factory.mktemp("bytes"), server.create_bucket("pipeline")
     write(folder / "in")
-    place = store(uri)
+    folder_store = store(uri)
     for path in sorted((folder / "in").rglob("*.*")):
-        place.write(path.relative_to(folder / "in").as_posix(), path.read_bytes())
+        folder_store.write(path.relative_to(folder / "in").as_posix(), path.read_bytes())
     with small_ray(2):
         pipeline.run(recipe(), input=str(folder / "in"), output=str(folder / "out"))
         pipeline.run(recipe(), input=uri, output=f"{uri}/out")

@@ -69,8 +69,8 @@ def wait_for_checkpoints(run: Store, count: int) -> None:
 
 
 def check(run: Store) -> None:
-    found = audit(run.uri)
-    assert found.ok, found.summary()
+    audited = audit(run.uri)
+    assert audited.ok, audited.summary()
     for info in list_checkpoints(run.child("checkpoints")):
         if info.committed:
             assert verify_checkpoint(run.child("checkpoints"), info.name) == []
@@ -158,7 +158,7 @@ def test_the_audit_refuses_what_two_drivers_wrote(folder):
         for line in jsonlog.read(store(other.run_uri), name):
             log.append({**line, "time": 1.0})
         log.flush()
-    found = audit(run.uri)
-    assert not found.ok
-    assert any("has two losses" in line for line in found.mismatches)
-    assert any("two drivers trained this run at once" in line for line in found.mismatches)
+    audited = audit(run.uri)
+    assert not audited.ok
+    assert any("has two losses" in line for line in audited.mismatches)
+    assert any("two drivers trained this run at once" in line for line in audited.mismatches)

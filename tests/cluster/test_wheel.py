@@ -114,9 +114,9 @@ class User:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """Return the Python of an environment with the wheel; all other packages come from the tests' environment."""
-    place = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("wheel")
     for name in PACKED:  # so that the build leaves no files in the checkout
-        target = place / "source" / name
+        target = folder / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         source = ROOT / name
         if source.is_dir():
@@ -125,10 +125,10 @@ def installed(tmp_path_factory) -> Path:
             shutil.copy(source, target)
     isolation = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", *isolation, "-w", place / "dist", place / "source"], check=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "env"], check=True)
-    python = place / "env/bin/python"
-    (wheel,) = (place / "dist").glob("tidewheel-*.whl")
+    subprocess.run([*pip, "wheel", "--no-deps", *isolation, "-w", folder / "dist", folder / "source"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    python = folder / "env/bin/python"
+    (wheel,) = (folder / "dist").glob("tidewheel-*.whl")
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
     own = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True,
                          text=True, capture_output=True).stdout.strip()

@@ -234,9 +234,9 @@ def test_the_bare_loops_loss_and_optimizer_are_torchs():
     exact = F.cross_entropy(x @ weight.T, targets)
     expected = torch.autograd.grad(exact, (x, weight))
     mine = bare.MeanLoss.apply(x, weight, targets, bare._token_gradients)
-    found = torch.autograd.grad(mine, (x, weight))
+    gradients = torch.autograd.grad(mine, (x, weight))
     torch.testing.assert_close(mine, exact)
-    for found_one, expected_one in zip(found, expected):
+    for found_one, expected_one in zip(gradients, expected):
         torch.testing.assert_close(found_one, expected_one, rtol=1e-5, atol=1e-7)
 
     model = torch.nn.Linear(8, 8, bias=False)

@@ -63,13 +63,13 @@ def named_outside(kind: Kind[Any], path: Path, text: str) -> set[str]:
     if not re.search(rf"[\"'(|]({names})(://|[\"'|)])|{kind.package}", text):
         return set()
     strings, imported = names_in(text)
-    found = {name for name in kind.built_in() if f"{kind.package}.{name}" in imported}
+    results = {name for name in kind.built_in() if f"{kind.package}.{name}" in imported}
     for name in set(kind.built_in()) - COMMON_WORDS:
         alternative = re.compile(rf"[(|]{name}[|)]")  # of a regular expression
         if any(string in (name, f"{name}://") or alternative.search(string) for string in strings):
-            found.add(name)
+            results.add(name)
     allowed = {name for noun, file, name in ALLOWED if (noun, file) == (kind.noun, path.as_posix())}
-    return set() if "" in allowed else found - allowed
+    return set() if "" in allowed else results - allowed
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.noun)

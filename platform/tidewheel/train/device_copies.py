@@ -97,8 +97,8 @@ def _copied(value: Any, device: torch.device, *, pinned: bool) -> Any:
         return value.pin_memory().to(device, non_blocking=True) if pinned else value.to(device)
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    return replace(value, **{each.name: _copied(getattr(value, each.name), device, pinned=pinned)
-                             for each in fields(value)})
+    return replace(value, **{field.name: _copied(getattr(value, field.name), device, pinned=pinned)
+                             for field in fields(value)})
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -107,4 +107,4 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [value]
     if not is_dataclass(value) or isinstance(value, type):
         return []
-    return [tensor for each in fields(value) for tensor in _tensors(getattr(value, each.name))]
+    return [tensor for field in fields(value) for tensor in _tensors(getattr(value, field.name))]

@@ -94,9 +94,9 @@ class TrainKind(StepKind):
 
         config = self.config(task)
         result = fit(config, on_progress=on_progress)
-        place = storage.store(task.place)
-        digests = {line["step"]: line["digest"] for line in jsonlog.read(place, "batches.jsonl")}
-        newest = list_checkpoints(place.child("checkpoints"))[-1:]
+        run_store = storage.store(task.place)
+        digests = {line["step"]: line["digest"] for line in jsonlog.read(run_store, "batches.jsonl")}
+        newest = list_checkpoints(run_store.child("checkpoints"))[-1:]
         state = None
         if config.reproducible and newest and newest[0].bytes <= DIGEST_BYTES:
             from tidewheel.checkpoint.digest import digest

@@ -112,6 +112,6 @@ def manifest_hash(uri: str) -> str:
 
 def folder_hash(uri: str, value: Any = None) -> str:
     """Return the hash of all files of a folder and of a JSON value."""
-    place = storage.store(uri)
-    files = [[entry.key, place.hash(entry.key)] for entry in place.list()]
+    folder_store = storage.store(uri)
+    files = [[entry.key, folder_store.hash(entry.key)] for entry in folder_store.list()]
     return storage.content_hash(json.dumps([files, value], sort_keys=True).encode())

@@ -33,10 +33,10 @@ def counts(output: str) -> dict[str, Any]:
         RuntimeError: there is no such line.
     """
     lines = output.strip().splitlines() or [""]
-    found = {kind.removesuffix("s") if kind == "errors" else kind: int(number)
+    results = {kind.removesuffix("s") if kind == "errors" else kind: int(number)
              for number, kind in COUNT.findall(lines[-1])}
-    if not found:
+    if not results:
         raise RuntimeError(f"pytest wrote no summary: {output[-TAIL:]}")
-    failed = found.get("failed", 0) + found.get("error", 0)
-    return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0),
+    failed = results.get("failed", 0) + results.get("error", 0)
+    return {"passed": results.get("passed", 0), "failed": failed, "skipped": results.get("skipped", 0),
             "valid": not failed, "failures": sorted(set(FAILURE.findall(output)))}

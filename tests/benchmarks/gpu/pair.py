@@ -217,7 +217,7 @@ def _alternate(rank: int, device: str, case: Case, pairs: int) -> dict[str, Any]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     runtime = Runtime(rank=rank, world_size=RANKS, device=torch.device(device))
     cases = [replace(case, settings={**case.settings, "reproducible": mode}) for mode in (False, True)]
-    modes = [Ours(each, runtime) for each in cases]
+    modes = [Ours(item, runtime) for item in cases]
     seconds: list[list[float]] = [[], []]
     losses: list[list[float]] = [[], []]
     for pair in range(case.warm + pairs):

@@ -65,10 +65,10 @@ def test_a_few_bad_records_go_to_quarantine_with_position_and_reason(recipe, tmp
     output = tmp_path / "out"
     assert run_command(["data", "run", recipe, "--input", source, "--output", str(output)]) == 0
     capsys.readouterr()
-    found = [json.loads(line) for path in (output / "quarantine").glob("*.jsonl")
+    results = [json.loads(line) for path in (output / "quarantine").glob("*.jsonl")
              for line in path.read_text().splitlines()]
-    assert {entry["reason"] for entry in found} == {"invalid_json", "missing_text", "wrong_encoding", "empty_file"}
-    assert all(entry["file"] for entry in found)
+    assert {entry["reason"] for entry in results} == {"invalid_json", "missing_text", "wrong_encoding", "empty_file"}
+    assert all(entry["file"] for entry in results)
     assert json.loads((output / "summary.json").read_text())["quarantine"]["invalid_json"] == 1
 
 

@@ -68,9 +68,9 @@ def test_chat_data_is_packed_with_its_loss_mask(cluster, tmp_path):
     assert done.stage("pack")["documents_out"] == 40
     learnt = 0
     for name in ("shards", "validation"):
-        place = str(tmp_path / "out" / name)
-        assert verify(place) == []
-        learnt += _check_rows(place)
+        folder = str(tmp_path / "out" / name)
+        assert verify(folder) == []
+        learnt += _check_rows(folder)
     assert 0 < done.value["loss_tokens"] <= learnt
 
     again = write(tmp_path / "again", "chat", CHAT, seed=7)

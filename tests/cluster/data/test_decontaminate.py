@@ -58,20 +58,20 @@ HIT = {"d03", "d04", "d05", "only"}
 def test_drop_removes_contaminated_documents(cluster, source, tmp_path):
     summary = run(source, tmp_path)
     assert not HIT & set(documents_of(tmp_path))
-    found = summary["contamination"]
-    assert (found["documents"], found["documents_in"], found["action"]) == (4, 41, "drop")
-    assert found["benchmarks"] == {"quiz": {"items": 2, "items_found": 2, "documents": 4}}
-    assert [(row["item"], row["documents"]) for row in found["top"]] == [("q1", 2), ("q2", 2)]
-    assert found["top"][0]["match"].lower() == ITEMS["q1"].lower().rstrip("?")
-    assert found["packed"]["found"] == 0
-    assert found["packed"]["segments"] >= 37
+    result = summary["contamination"]
+    assert (result["documents"], result["documents_in"], result["action"]) == (4, 41, "drop")
+    assert result["benchmarks"] == {"quiz": {"items": 2, "items_found": 2, "documents": 4}}
+    assert [(row["item"], row["documents"]) for row in result["top"]] == [("q1", 2), ("q2", 2)]
+    assert result["top"][0]["match"].lower() == ITEMS["q1"].lower().rstrip("?")
+    assert result["packed"]["found"] == 0
+    assert result["packed"]["segments"] >= 37
     row = next(row for row in lineage(store(str(tmp_path)), "d05", packed=False)["verdicts"] if row["reason"])
     assert (row["verdict"], row["reason"], row["detail"]["item"]) == ("drop", "contaminated", "q2")
     assert 0.8 < row["score"] < 1
     page = (tmp_path / write_pipeline_report(str(tmp_path)).rpartition("/")[2]).read_text()
     assert "Items found in most documents" in page
     again = run(source, tmp_path)
-    assert again["contamination"] == found
+    assert again["contamination"] == result
 
 
 def test_cut_removes_the_matches(cluster, source, tmp_path):

@@ -75,10 +75,10 @@ def test_edited_documents_are_packed(finished):
     for identity in set(texts) - shouting - copies:
         lines = [line for line in texts[identity].split("\n") if line != "12 likes"]
         expected[identity] = "\n".join(lines)
-    found = documents_of(output)
+    result = documents_of(output)
     assert {name: text.replace("email@example.com", MAIL).replace("firstname.lastname@example.org", MAIL)
-            for name, text in found.items()} == expected
-    assert not any(MAIL in text for text in found.values())
+            for name, text in result.items()} == expected
+    assert not any(MAIL in text for text in result.values())
 
     first = summary.stage("filter")
     assert first["dropped"] == {"refinedweb_too_many_words_removed": len(shouting)}
@@ -96,10 +96,11 @@ def test_edited_documents_are_packed(finished):
 
 def test_each_edit_can_be_traced(finished):
     output, _ = finished
-    found = lineage(store(str(output)), "d20", packed=True)
-    assert [(row["stage"], row["verdict"], row["reason"]) for row in found["verdicts"] if row["verdict"] != "kept"] == [
+    result = lineage(store(str(output)), "d20", packed=True)
+    changed = [row for row in result["verdicts"] if row["verdict"] != "kept"]
+    assert [(row["stage"], row["verdict"], row["reason"]) for row in changed] == [
         ("filter", "edit", "refinedweb_lines"), ("filter_2", "edit", "pii_replaced")]
-    assert found["verdicts"][0]["detail"]["refinedweb_removed_lines"] == 1
+    assert result["verdicts"][0]["detail"]["refinedweb_removed_lines"] == 1
 
 
 def test_annotations_have_statistics_and_reasons(finished):

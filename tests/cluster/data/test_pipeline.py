@@ -96,19 +96,19 @@ def recipe(*overrides: str, steps: list | None = None) -> PipelineConfig:
 
 def shard_hashes(output) -> dict[str, list[str]]:
     """Return names and hashes of the files of both sets, and the bytes of the manifests."""
-    place = store(output)
-    return {name: [f"{entry.key} {place.hash(entry.key)}" for entry in place.list(name)]
+    folder_store = store(output)
+    return {name: [f"{entry.key} {folder_store.hash(entry.key)}" for entry in folder_store.list(name)]
             for name in ("shards", "validation")}
 
 
 def documents_of(output) -> dict[str, str]:
     """Return the texts decoded from the tokens of both sets."""
-    place = store(output)
+    folder_store = store(output)
     pieces: dict[str, dict[int, list[int]]] = defaultdict(dict)
     for name in ("shards", "validation"):
-        encoder = load_tokenizer(place.read(f"{name}/tokenizer.json"))
-        for shard in place.read_json(f"{name}/manifest.json")["shards"]:
-            table = pa.ipc.open_file(pa.py_buffer(place.read(f"{name}/{shard['name']}"))).read_all()
+        encoder = load_tokenizer(folder_store.read(f"{name}/tokenizer.json"))
+        for shard in folder_store.read_json(f"{name}/manifest.json")["shards"]:
+            table = pa.ipc.open_file(pa.py_buffer(folder_store.read(f"{name}/{shard['name']}"))).read_all()
             for row in table.to_pylist():
                 ends = [*row["segment_starts"][1:], row["length"]]
                 for first, last, identity, offset in zip(row["segment_starts"], ends, row["document_ids"],
@@ -371,9 +371,9 @@ def test_rounds_and_an_index_of_an_earlier_dump_on_a_cluster(finished, tmp_path,
     (tmp_path / "in" / "corpus" / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     pipeline.run(recipe("read.paths=[corpus/own.jsonl,corpus/0-0.jsonl]", steps=steps), input=str(tmp_path / "in"),
                  output=str(tmp_path / "second"))
-    found = verdict_rows(tmp_path / "second")
+    result = verdict_rows(tmp_path / "second")
     assert set(documents_of(tmp_path / "second")) == {"plain-000"}, "an id of the earlier dump, with another text"
-    old = {json.loads(row["detail"])["index"] for row in found.values() if row["reason"] == "near_duplicate"}
+    old = {json.loads(row["detail"])["index"] for row in result.values() if row["reason"] == "near_duplicate"}
     assert old == {index}
 
 
@@ -419,9 +419,9 @@ def test_a_filter_that_drops_everything_raises(cluster, tmp_path):
 def test_an_object_store_gives_the_same_bytes(finished, s3, tmp_path):
     root, _, _ = finished
     uri = s3.create_bucket("pipeline")
-    place = store(uri)
+    folder_store = store(uri)
     for path in sorted((root / "in").rglob("*.*")):
-        place.write(path.relative_to(root / "in").as_posix(), path.read_bytes())
+        folder_store.write(path.relative_to(root / "in").as_posix(), path.read_bytes())
     run = pipeline.run(recipe(), input=uri, output=f"{uri}/out")
     assert shard_hashes(f"{uri}/out") == shard_hashes(root / "out")
     config = recipe(f"steps.3.decontaminate.evals=[{uri}/evals/*.jsonl]")  # by their own address, the same items
@@ -452,9 +452,9 @@ def test_a_shuffle_starts_no_processes_of_its_own(cluster, tmp_path: Path):
     tasks = [execute.Task(str(tmp_path), Unit("test", f"{number}", f"{number}", number)) for number in range(4)]
     assert not list(execute.shuffle_units(tasks, read, pa.schema([("part", pa.int32())]),
                                           [execute.Hop("part", reduce)], 2))
-    found = [path.name.split("-") for path in folder.iterdir()]
-    assert {side for side, _, _ in found} == {"read", "reduce"}
-    assert not [each for each in found if each[2]], "in an environment of its own"
+    results = [path.name.split("-") for path in folder.iterdir()]
+    assert {side for side, _, _ in results} == {"read", "reduce"}
+    assert not [item for item in results if item[2]], "in an environment of its own"
     assert hash_shuffle_v2._SHUFFLE_MAP_RUNTIME_ENV["env_vars"] == before
 
 

@@ -72,8 +72,9 @@ def recipe(*overrides, more=()):
 
 
 def shard_hashes(output):
-    place = store(output)
-    return [f"{entry.key} {place.hash(entry.key)}" for name in ("shards", "validation") for entry in place.list(name)]
+    folder_store = store(output)
+    return [f"{entry.key} {folder_store.hash(entry.key)}" for name in ("shards", "validation")
+            for entry in folder_store.list(name)]
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +127,13 @@ def test_a_changed_list_changes_the_result(finished, tmp_path):
     shutil.copytree(root, tmp_path / "all")
     folder = tmp_path / "all"
     (folder / "in" / "words.list").write_text("nothing\n")
-    found = pipeline.run(recipe(), input=str(folder / "in"), output=str(folder / "out"))
-    assert "listed_words" not in found.stage("filter")["dropped"]
-    assert found.stage("ingest")["units_reused"] == 0
+    ended = pipeline.run(recipe(), input=str(folder / "in"), output=str(folder / "out"))
+    assert "listed_words" not in ended.stage("filter")["dropped"]
+    assert ended.stage("ingest")["units_reused"] == 0
     (folder / "in" / "words.list").write_text("unspeakable\n")
     back = pipeline.run(recipe(), input=str(folder / "in"), output=str(folder / "out"))
     assert back.stage("dedup_lines")["units_reused"] == 3
-    manifests = [(each / "out" / "shards" / "manifest.json").read_bytes() for each in (folder, root)]
+    manifests = [(item / "out" / "shards" / "manifest.json").read_bytes() for item in (folder, root)]
     assert manifests[0] == manifests[1]
 
 

@@ -175,13 +175,13 @@ def test_clean_refuses_unknown_outputs_and_active_pipelines(folder, tmp_path, mo
 def test_compare_reports_settings_counts_and_documents(folder, capsys):
     write(folder / "in", "b.jsonl", range(50, 60))
     run(folder, "other", min_words=9)
-    found = compare(str(folder / "out"), str(folder / "other"))
-    assert found.settings == [("filter.gopher_quality.min_words", 5, 9)]
-    assert found.inputs == {"same": 1, "changed": 0, "gained": 1, "lost": 0}
-    assert (found.both, found.gained.count, found.lost.count) == (31, 10, 4)
-    assert found.lost.reasons == {"filter: gopher_too_few_words": 4}
-    assert sorted(found.lost.examples) == ["d5", "d6", "d7", "d8"]
-    assert found.gained.reasons == {"not among its documents": 10}
+    result = compare(str(folder / "out"), str(folder / "other"))
+    assert result.settings == [("filter.gopher_quality.min_words", 5, 9)]
+    assert result.inputs == {"same": 1, "changed": 0, "gained": 1, "lost": 0}
+    assert (result.both, result.gained.count, result.lost.count) == (31, 10, 4)
+    assert result.lost.reasons == {"filter: gopher_too_few_words": 4}
+    assert sorted(result.lost.examples) == ["d5", "d6", "d7", "d8"]
+    assert result.gained.reasons == {"not among its documents": 10}
     back = compare(str(folder / "other"), str(folder / "out"))
     assert back.gained.reasons == {"filter: gopher_too_few_words": 4}
     assert run_command(["data", "diff", str(folder / "out"), str(folder / "other")]) == 0

@@ -97,18 +97,18 @@ def rules(*filters_of_step: object) -> list:
 
 def test_own_classes_and_functions_run_beside_built_in_filters(module: str):
     lenient = {"min_sentences": 0, "min_words_per_line": 0, "terminal_punctuation": False}
-    found = rules(("c4", lenient), (f"{module}:Shouting", None), (f"{module}:Trim", {}),
+    compiled_rules = rules(("c4", lenient), (f"{module}:Shouting", None), (f"{module}:Trim", {}),
                   ("python", f"{module}:short"))
-    assert [parts.name_of(type(filter)) for filter in found] == ["c4", f"{module}:Shouting", f"{module}:Trim",
+    assert [parts.name_of(type(filter)) for filter in compiled_rules] == ["c4", f"{module}:Shouting", f"{module}:Trim",
                                                                  f"{module}:short"]
-    judged = filters.judge(found, table("LOUD WORDS ARE LOUD", "quiet words that stay | cut", "ab|cdefgh",
+    judged = filters.judge(compiled_rules, table("LOUD WORDS ARE LOUD", "quiet words that stay | cut", "ab|cdefgh",
                                         "all is well"))
     assert judged.reasons.tolist() == ["shouting", "", "too_short", ""]
     assert judged.texts.to_pylist()[1] == "quiet words that stay "
     assert judged.statistics["upper"][1] == 0
     assert judged.histograms["upper"]["threshold"] == 0.3
     assert [edit.reason for edit in judged.edits] == ["trimmed"]
-    assert [filter.changes() for filter in found] == [True, False, True, False]
+    assert [filter.changes() for filter in compiled_rules] == [True, False, True, False]
 
 
 def test_a_function_gets_the_whole_document(module: str):
@@ -197,10 +197,10 @@ def test_costs_are_reported_and_not_published(module: str, tmp_path: Path):
         first = pipeline.run(config, input=str(tmp_path), output=str(tmp_path / "one"))
         other = pipeline.run(config, input=str(tmp_path), output=str(tmp_path / "two"))
         again = pipeline.run(config, input=str(tmp_path), output=str(tmp_path / "one"))
-    found = {(row["stage"], row["filter"]): row["documents"] for row in first.filter_speeds()}
+    results = {(row["stage"], row["filter"]): row["documents"] for row in first.filter_speeds()}
     counts = {"filter": "2", "filter_2": "1"}
     names = {"filter": f"{module}:Shouting", "filter_2": f"{module}:Trim"}
-    assert found == {(stage, name): counts[stage] for stage in counts
+    assert results == {(stage, name): counts[stage] for stage in counts
                      for name in (names[stage], "gopher_quality", filters.MEASURING)}
     assert all(cost["seconds"] > 0 for cost in first.stage("filter")["filters"])
     assert again.filter_speeds() == [], "nothing was judged"

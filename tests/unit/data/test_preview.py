@@ -41,29 +41,29 @@ def kept_of(found, thresholds=None):
         value = each.statistics[rule.key]
         return value < rule.limit if rule.side == "least" else value > rule.limit
 
-    return {each.id for each in found.documents
-            if not each.fixed and not any(fails(each, rule) for rule in thresholds or found.thresholds)}
+    return {document.id for document in found.documents
+            if not document.fixed and not any(fails(document, rule) for rule in thresholds or found.thresholds)}
 
 
 @pytest.mark.parametrize("min_words", [30, 5])
 def test_a_preview_keeps_the_same_documents_as_a_run(folder, min_words):
     steps = [{"filter": {"gopher_repetition": {}, "gopher_quality": {"min_words": min_words}}}, {"filter": {"pii": {}}}]
     config = build(PipelineConfig, {**RECIPE, "steps": steps})
-    found = look(config, input=str(folder / "in"), limit=100)
-    assert len(found.documents) == 40
-    assert found.quarantined == {"invalid_json": 1}
+    result = look(config, input=str(folder / "in"), limit=100)
+    assert len(result.documents) == 40
+    assert result.quarantined == {"invalid_json": 1}
     with without_ray(0):
         made = pipeline.run(config, input=str(folder / "in"), output=str(folder / "out"))
-    assert len(kept_of(found)) == made.documents
-    names = {rule.set for rule in found.thresholds}
+    assert len(kept_of(result)) == made.documents
+    names = {rule.set for rule in result.thresholds}
     assert {"steps.0.filter.gopher_quality.min_words", "steps.0.filter.gopher_quality.max_words"} <= names
-    rule = next(rule for rule in found.thresholds if rule.set.endswith("min_words"))
+    rule = next(rule for rule in result.thresholds if rule.set.endswith("min_words"))
     assert (rule.limit, rule.side, rule.statistic) == (min_words, "least", "words")
 
 
 def test_a_preview_reads_up_to_the_limit_and_writes_nothing(folder):
-    found = look(build(PipelineConfig, RECIPE), input=str(folder / "in"), limit=7)
-    assert [each.id for each in found.documents] == [f"d{number}" for number in range(7)]
+    result = look(build(PipelineConfig, RECIPE), input=str(folder / "in"), limit=7)
+    assert [document.id for document in result.documents] == [f"d{number}" for number in range(7)]
     assert {path.name for path in folder.iterdir()} == {"in"}
     with pytest.raises(ConfigError, match="no filter"):
         look(build(PipelineConfig, {**RECIPE, "steps": ["dedup_exact"]}), input=str(folder / "in"), limit=7)
@@ -117,21 +117,21 @@ console.log(JSON.stringify(told));
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is tried with Node.js")
 def test_a_slider_changes_a_threshold(folder):
     config = build(PipelineConfig, {**RECIPE, "steps": [{"filter": {"gopher_quality": {"min_words": 30}}}]})
-    found = look(config, input=str(folder / "in"), limit=100)
-    assert 0 < len(kept_of(found)) < 40
-    html = page.render(found, name="web", input="x").decode()
+    result = look(config, input=str(folder / "in"), limit=100)
+    assert 0 < len(kept_of(result)) < 40
+    html = page.render(result, name="web", input="x").decode()
     data = re.search(r'id="preview-data">(.*?)</script>', html, re.DOTALL)[1]
     (folder / "dom.js").write_text(DOM)
     page_state = json.loads(subprocess.run(["node", str(folder / "dom.js"), str(page.SCRIPT)], input=data, text=True,
                                            capture_output=True, check=True).stdout)
-    lowest = min(each.statistics["0.gopher_quality.words"] for each in found.documents)
-    others = [rule for rule in found.thresholds if not rule.set.endswith("min_words")]
+    lowest = min(document.statistics["0.gopher_quality.words"] for document in result.documents)
+    others = [rule for rule in result.thresholds if not rule.set.endswith("min_words")]
     first, moved, line, badge, dropped, back, nothing = page_state
-    assert first == back == f"{len(kept_of(found))} of 40 documents are kept"
-    assert moved == f"{len(kept_of(found, others))} of 40 documents are kept"
+    assert first == back == f"{len(kept_of(result))} of 40 documents are kept"
+    assert moved == f"{len(kept_of(result, others))} of 40 documents are kept"
     assert line == f"--set steps.0.filter.gopher_quality.min_words={lowest:g}"
-    assert badge == ("badge good" if "d0" in kept_of(found, others) else "badge bad")
-    assert dropped == 40 - len(kept_of(found, others))
+    assert badge == ("badge good" if "d0" in kept_of(result, others) else "badge bad")
+    assert dropped == 40 - len(kept_of(result, others))
     assert nothing == "no threshold was moved"
 
 

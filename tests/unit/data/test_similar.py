@@ -32,13 +32,13 @@ SHORT = ["Hello there", "hello, THERE!", "1 2 3 4 5 6"]
 def texts(seed: int, families: int = 8) -> list[str]:
     """Families of copies; each copy is edited further than the one before."""
     generator = random.Random(seed)
-    found = []
+    results = []
     for _ in range(families):
         words = ["".join(generator.choices("abcdefghij", k=5)) for _ in range(generator.randint(40, 90))]
         for _ in range(4):
-            found.append(" ".join(words))
+            results.append(" ".join(words))
             words[generator.randrange(len(words))] = "edited"
-    return found
+    return results
 
 
 def write_index(folder: Path, documents: list[str], **near: object) -> str:
@@ -89,9 +89,9 @@ def test_matches_equal_those_of_datasketch(tmp_path, documents, near):
         if name in long:
             assert made == long[name]
     queries = [text.replace("a", "b", 2) for text in documents[:32]]
-    found = opened.similar(queries, min_jaccard=0.4, limit=100)
+    result = opened.similar(queries, min_jaccard=0.4, limit=100)
     matched = 0
-    for text, matches in zip(queries, found, strict=True):
+    for text, matches in zip(queries, result, strict=True):
         query = sketch(text, **settings)
         assert query == opened.minhash(text)
         expected = {name: query.jaccard(made) for name, made in long.items() if query.jaccard(made) >= 0.4}
@@ -125,8 +125,8 @@ def test_matches_are_limited_ordered_and_include_dropped_documents(index, docume
 
 
 def test_texts_without_shingles_match_only_equal_texts(index):
-    found = tw.SimilarityIndex(index).similar(["HELLO there", "hello you", "1-2-3 4 5 6", "1 2 3 4 5 7"])
-    assert [{match.id for match in matches} for matches in found] == [{"d32", "d33"}, set(), {"d34"}, set()]
+    result = tw.SimilarityIndex(index).similar(["HELLO there", "hello you", "1-2-3 4 5 6", "1 2 3 4 5 7"])
+    assert [{match.id for match in matches} for matches in result] == [{"d32", "d33"}, set(), {"d34"}, set()]
 
 
 def test_the_datasketch_lsh_finds_documents_of_the_index(index, documents):
@@ -265,12 +265,12 @@ def test_the_command_prints_matches_as_a_table_and_as_json(tmp_path, capsys, ind
                                     "(similarity 0.72 or more)")
     assert "records left out: missing_text 1" in err
     assert run_command(["data", "similar", index, str(file), "--json", "--min-jaccard", "0.3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["min_jaccard"] == 0.3
-    assert found["unusable"] == {"missing_text": 1}
-    assert [document["id"] for document in found["documents"]] == ["mine", "o"]
-    assert found["documents"][0]["matches"][0]["similarity"] == 1.0
-    assert found["documents"][1] == {"id": "o", "line": 2, "matches": []}
+    result = json.loads(capsys.readouterr().out)
+    assert result["min_jaccard"] == 0.3
+    assert result["unusable"] == {"missing_text": 1}
+    assert [document["id"] for document in result["documents"]] == ["mine", "o"]
+    assert result["documents"][0]["matches"][0]["similarity"] == 1.0
+    assert result["documents"][1] == {"id": "o", "line": 2, "matches": []}
 
 
 def test_the_command_says_what_to_fix(tmp_path, capsys, index):

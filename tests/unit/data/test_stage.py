@@ -28,16 +28,16 @@ def write(tmp_path, unit, table=TABLE):
 
 
 def test_a_unit_is_found_only_after_publishing(tmp_path, unit):
-    place = store(tmp_path)
-    assert published(place, unit) is None
+    folder_store = store(tmp_path)
+    assert published(folder_store, unit) is None
     writer = UnitWriter(str(tmp_path), unit)
     writer.table("rows", TABLE)
-    assert published(place, unit) is None, "files without a manifest are no unit"
+    assert published(folder_store, unit) is None, "files without a manifest are no unit"
     writer.publish({"documents": 20_000})
-    found = published(place, unit)
-    assert found is not None
-    assert found.summary == {"documents": 20_000}
-    assert stage.read_table(place, found.files["rows"]).equals(TABLE)
+    result = published(folder_store, unit)
+    assert result is not None
+    assert result.summary == {"documents": 20_000}
+    assert stage.read_table(folder_store, result.files["rows"]).equals(TABLE)
 
 
 def test_publishing_again_changes_no_byte(tmp_path, unit):
@@ -57,7 +57,7 @@ def test_keys_differ_for_every_decisive_input():
               key(version=Version("c", uses=(Version("d"),))), key(version=None),
               key(inputs=("y", "x")), key(inputs=("xy",)), key()]
     assert len(set(others)) == 8
-    assert all(len(each) == 32 for each in others)
+    assert all(len(other) == 32 for other in others)
 
 
 @pytest.mark.parametrize("damage", ["manifest_cut", "manifest_changed", "manifest_empty", "file_cut", "file_gone",
@@ -109,9 +109,9 @@ def test_lookup_returns_current_labels(tmp_path, unit):
     write(tmp_path, unit)
     renamed = Unit("stage", "other name", unit.key, 5)
     missing = Unit("stage", "part-00001", "0" * 32)
-    found = lookup(store(tmp_path), [renamed, missing])
-    assert list(found) == [unit.key]
-    assert found[unit.key].unit == renamed
+    result = lookup(store(tmp_path), [renamed, missing])
+    assert list(result) == [unit.key]
+    assert result[unit.key].unit == renamed
 
 
 def test_manifests_round_trip_as_json(tmp_path, unit):

@@ -32,16 +32,16 @@ DOCUMENTS = st.one_of(
 def test_the_fused_pass_equals_separate_passes(documents: list[str]):
     line_rules = C4(terminal_punctuation=False, min_sentences=1, min_words_per_line=1)
     filters = (GopherQuality(), GopherRepetition(), FineWeb(), line_rules)
-    found = textpass.measure(documents, Measures.of_all(filter.measures() for filter in filters), minhash=(3, 20, 4),
+    measured = textpass.measure(documents, Measures.of_all(filter.measures() for filter in filters), minhash=(3, 20, 4),
                              hashes=True)
     for filter in filters:
-        for one, other in zip(judged(documents, filter)[:2], judged(documents, filter, found)[:2], strict=True):
+        for one, other in zip(judged(documents, filter)[:2], judged(documents, filter, measured)[:2], strict=True):
             np.testing.assert_equal(one, other)
-    assert judged(documents, line_rules)[2].equals(found.edited)
-    np.testing.assert_array_equal(found.hashes, hashing.text_hashes(documents))
+    assert judged(documents, line_rules)[2].equals(measured.edited)
+    np.testing.assert_array_equal(measured.hashes, hashing.text_hashes(documents))
     signatures = minhash.minhash(documents, ngram=3, num_permutations=20, seed=4)
-    np.testing.assert_array_equal(found.signatures, signatures.signatures)
-    np.testing.assert_array_equal(found.shingles, signatures.shingles)
+    np.testing.assert_array_equal(measured.signatures, signatures.signatures)
+    np.testing.assert_array_equal(measured.shingles, signatures.shingles)
 
 
 @given(st.lists(DOCUMENTS, max_size=6))
@@ -70,9 +70,9 @@ def test_chunk_size_does_not_change_measures(monkeypatch):
 
 
 def test_no_measures_and_no_texts():
-    found = textpass.measure(["Three words here", ""])
-    assert found.tokens.tolist() == [3, 0]
-    assert found.token_counts is found.hashes is found.edited is None
+    measured = textpass.measure(["Three words here", ""])
+    assert measured.tokens.tolist() == [3, 0]
+    assert measured.token_counts is measured.hashes is measured.edited is None
     assert textpass.measure([], Measures(token_counts=True), hashes=True).hashes.shape == (0, 2)
 
 

@@ -62,17 +62,17 @@ def test_counts_by_reason():
 @settings(max_examples=50, deadline=None)
 def test_partitions_are_ranges_of_the_hash(ids, partitions):
     hashes = verdicts.hash_ids(ids)
-    assert hashes.tolist() == [xxhash.xxh3_64_intdigest(each.encode()) for each in ids]
-    found = verdicts.partition_of(hashes, partitions)
-    assert found.dtype == np.int32
-    assert found.tolist() == [(int(value) >> 32) * partitions >> 32 for value in hashes]
+    assert hashes.tolist() == [xxhash.xxh3_64_intdigest(document_id.encode()) for document_id in ids]
+    result = verdicts.partition_of(hashes, partitions)
+    assert result.dtype == np.int32
+    assert result.tolist() == [(int(value) >> 32) * partitions >> 32 for value in hashes]
     order = np.argsort(hashes)
-    assert np.all(np.diff(found[order]) >= 0)
+    assert np.all(np.diff(result[order]) >= 0)
 
 
 def test_partitions_are_even():
-    found = verdicts.partition_of(verdicts.hash_ids([f"id-{number}" for number in range(20_000)]), 16)
-    sizes = np.bincount(found, minlength=16)
+    result = verdicts.partition_of(verdicts.hash_ids([f"id-{number}" for number in range(20_000)]), 16)
+    sizes = np.bincount(result, minlength=16)
     assert sizes.min() > 0.9 * 20_000 / 16
     assert sizes.max() < 1.1 * 20_000 / 16
 
@@ -91,13 +91,13 @@ def test_empty_and_small_tables(count):
 def test_edits_are_not_drops_and_rows_of_an_id_keep_their_order():
     edits = verdicts.rows(verdicts.EDIT, pa.array(["b", "a"]), ["later", "first"], details=['{"n": 1}', ""])
     drops = verdicts.drops(pa.array(["a"]), "why")
-    found = verdicts.merge([edits, drops, verdicts.rows(verdicts.KEEP, pa.array(["a", "c"]), "seen")])
-    assert [(row["id"], row["verdict"]) for row in found.to_pylist()] == [
+    merged = verdicts.merge([edits, drops, verdicts.rows(verdicts.KEEP, pa.array(["a", "c"]), "seen")])
+    assert [(row["id"], row["verdict"]) for row in merged.to_pylist()] == [
         ("a", "edit"), ("a", "drop"), ("a", "keep"), ("b", "edit"), ("c", "keep")]
-    assert verdicts.dropped_ids(found).to_pylist() == ["a"]
-    assert verdicts.edited(found) == 1
-    assert verdicts.counts(found) == {"why": 1}
-    assert verdicts.counts(found, verdicts.EDIT) == {"first": 1, "later": 1}
+    assert verdicts.dropped_ids(merged).to_pylist() == ["a"]
+    assert verdicts.edited(merged) == 1
+    assert verdicts.counts(merged) == {"why": 1}
+    assert verdicts.counts(merged, verdicts.EDIT) == {"first": 1, "later": 1}
     assert verdicts.merge([]).equals(verdicts.VERDICT_SCHEMA.empty_table())
     assert verdicts.edited(verdicts.merge([])) == 0
 

@@ -18,8 +18,8 @@ from tidewheel.storage import Store, store
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, CorpusInfo]:
-    place = store(tmp_path_factory.mktemp("corpus"))
-    return place, build_corpus(place, max_bytes=3_000_000)
+    folder_store = store(tmp_path_factory.mktemp("corpus"))
+    return folder_store, build_corpus(folder_store, max_bytes=3_000_000)
 
 
 def documents(place: Store, info: CorpusInfo) -> tuple[dict[str, dict], list[bytes]]:

@@ -15,10 +15,10 @@ def workers(**beats: float) -> dict[str, Worker]:
 
 def look(silence: Silence, until: float, generation: Generation | None = None, since: float = 0.0) -> list[str]:
     """Look twice a second, as the coordinator does, and return the workers that the last look found."""
-    found: list[Worker] = []
+    results: list[Worker] = []
     for tick in range(int(since * 2), int(until * 2) + 1):
-        found = silence.find(generation, tick / 2)
-    return [worker.name for worker in found]
+        results = silence.find(generation, tick / 2)
+    return [worker.name for worker in results]
 
 
 def test_a_worker_without_a_rank_is_lost_after_the_limit():

@@ -103,7 +103,7 @@ def _written(folder: Path, settings) -> str:
 def _torchrun(folder: Path, settings, *sets: str) -> subprocess.CompletedProcess[str]:
     """Train on two ranks of a torchrun of its own; its store takes a free port."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-               "-m", "tidewheel", "train", _written(folder, settings), *(f"--set={each}" for each in sets)]
+               "-m", "tidewheel", "train", _written(folder, settings), *(f"--set={item}" for item in sets)]
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}", "COLUMNS": "200"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 

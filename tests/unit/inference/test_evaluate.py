@@ -40,10 +40,10 @@ def test_an_evaluation_equals_the_validation_loss_of_the_training(run: TrainConf
     assert sorted(all_scores) == [3, 6]
     evaluator = Evaluator(run.run_uri, device="cpu")
     for step in (6, 3):
-        found = evaluator.evaluate(f"{run.run_uri}/checkpoints/step_{step:08d}")
-        assert (found.step, found.loss) == (step, pytest.approx(all_scores[step]["loss"], rel=1e-6))
-        assert found.scores[""].bits_per_byte == pytest.approx(all_scores[step]["bits_per_byte"], rel=1e-6)
-        assert found.scores[""].tokens == all_scores[step]["tokens"]
+        evaluated = evaluator.evaluate(f"{run.run_uri}/checkpoints/step_{step:08d}")
+        assert (evaluated.step, evaluated.loss) == (step, pytest.approx(all_scores[step]["loss"], rel=1e-6))
+        assert evaluated.scores[""].bits_per_byte == pytest.approx(all_scores[step]["bits_per_byte"], rel=1e-6)
+        assert evaluated.scores[""].tokens == all_scores[step]["tokens"]
 
 
 def test_the_command_evaluates_the_given_sets(run: TrainConfig, capsys: pytest.CaptureFixture[str]):

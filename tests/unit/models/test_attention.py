@@ -96,8 +96,8 @@ def test_gradients_equal_those_of_attention_computed_per_document(kernel: str, w
     upstream = tensors(2, 16, 4, 2, 4)[0] * (segments >= 0)[:, None, :, None]  # padding has no loss
     out = compute(*leaves, segments, kernel, window)
     expected = brute_force(*leaves, segments, window)
-    found = torch.autograd.grad((out * upstream).sum(), leaves)
-    for ours, exact in zip(found, torch.autograd.grad((expected * upstream).sum(), leaves)):
+    gradients = torch.autograd.grad((out * upstream).sum(), leaves)
+    for ours, exact in zip(gradients, torch.autograd.grad((expected * upstream).sum(), leaves)):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
 
 
@@ -210,10 +210,10 @@ def assert_equal_to_masked(kernel: Choice, dtype: torch.dtype, segments: torch.T
     leaves = [torch.randn(2, heads, 384, head_width, generator=generator).cuda().to(dtype).requires_grad_()
               for heads in (4, 2, 2)]
     upstream = torch.randn(2, 4, 384, head_width, generator=generator).cuda().to(dtype)
-    found = []
-    for each in (Choice("masked"), kernel):
-        mask = document_mask(segments, each, documents=Documents.of(segments), window=window)
+    results = []
+    for item in (Choice("masked"), kernel):
+        mask = document_mask(segments, item, documents=Documents.of(segments), window=window)
         out = document_attention(*leaves, mask)
-        found.append([out, *torch.autograd.grad(out, leaves, upstream)])
-    for ours, exact in zip(found[1], found[0]):
+        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    for ours, exact in zip(results[1], results[0]):
         torch.testing.assert_close(ours, exact, rtol=0.02, atol=0.02)

@@ -46,10 +46,10 @@ def theirs(name: str) -> transformers.PreTrainedModel:
 
 
 def ours(folder: Path) -> Decoder:
-    place = store(folder)
-    config, vocabulary_size = huggingface.read_config(place)
+    folder_store = store(folder)
+    config, vocabulary_size = huggingface.read_config(folder_store)
     model = Decoder(config, vocabulary_size)
-    model.load_state_dict(dict(huggingface.read_weights(place, config, vocabulary_size)), strict=True)
+    model.load_state_dict(dict(huggingface.read_weights(folder_store, config, vocabulary_size)), strict=True)
     return model.eval()
 
 
@@ -71,7 +71,7 @@ def test_logits_equal_those_of_transformers_and_a_round_trip_is_exact(name: str,
 
     weights = model.state_dict()
     huggingface.write(store(tmp_path / "ours"), model.config, VOCABULARY,
-                      lambda names: {each: weights[each] for each in names}, shard_bytes=20_000)
+                      lambda names: {item: weights[item] for item in names}, shard_bytes=20_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert type(again) is type(oracle)

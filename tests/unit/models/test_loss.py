@@ -66,10 +66,10 @@ def test_z_loss_is_the_square_of_the_normaliser_and_is_not_reported():
 def test_the_softmax_of_16_bit_logits_is_fp32(dtype: torch.dtype, tolerance: float):
     x, weight, targets = inputs(dtype)
     exact = value_and_gradients(cross_entropy(x.float() @ weight.float().T, targets), x, weight)
-    found = value_and_gradients(linear_cross_entropy(x, weight, targets, rows=8), x, weight)
-    assert found[0].dtype == torch.float32
-    torch.testing.assert_close(found[0], exact[0], rtol=tolerance, atol=tolerance)
-    for ours, expected in zip(found[1:], exact[1:]):
+    result = value_and_gradients(linear_cross_entropy(x, weight, targets, rows=8), x, weight)
+    assert result[0].dtype == torch.float32
+    torch.testing.assert_close(result[0], exact[0], rtol=tolerance, atol=tolerance)
+    for ours, expected in zip(result[1:], exact[1:]):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.float(), expected.float(), rtol=tolerance, atol=10 * tolerance)
 
@@ -116,7 +116,7 @@ def test_whole_logits_never_exist(tied: bool):
     config = Llama(dim=16, num_layers=1, num_heads=2, ffn_dim=32, tie_embeddings=tied)
     vocabulary, tokens = 512, torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
     positions, segments = torch.arange(64).expand(2, 64), torch.zeros(2, 64, dtype=torch.int64)
-    found = {}
+    results = {}
     for chunk in (0, 16):
         model = Decoder(config, vocabulary, LossConfig(chunk_tokens=chunk))
         with torch.no_grad():
@@ -125,11 +125,11 @@ def test_whole_logits_never_exist(tied: bool):
         with Largest() as largest:
             loss = model(tokens, positions, segments, tokens)
             loss.backward()
-        found[chunk] = largest.elements, loss.detach(), model.embedding.weight.grad
-    assert found[0][0] >= 128 * vocabulary
-    assert found[16][0] <= 2 * 16 * vocabulary
-    torch.testing.assert_close(found[16][1], found[0][1], rtol=1e-6, atol=0)
-    torch.testing.assert_close(found[16][2], found[0][2], rtol=1e-4, atol=1e-5)
+        results[chunk] = largest.elements, loss.detach(), model.embedding.weight.grad
+    assert results[0][0] >= 128 * vocabulary
+    assert results[16][0] <= 2 * 16 * vocabulary
+    torch.testing.assert_close(results[16][1], results[0][1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(results[16][2], results[0][2], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -29,12 +29,12 @@ def nested(settings: dict[str, object]) -> list[str]:
 
 
 def must_be_legal(config: dict, ranking: Ranking, gpus: int, vocabulary: int, length: int) -> None:
-    for each in ranking.fitting:
+    for item in ranking.fitting:
         made = build(TrainConfig, {**config, "elastic": {"min_workers": gpus, "max_workers": gpus}},
-                     nested(each.layout.settings()))
+                     nested(item.layout.settings()))
         legal.check_world(made, gpus)
         legal.check_data(made, vocabulary, length)
-        assert each.layout.gpus == gpus
+        assert item.layout.gpus == gpus
 
 
 @settings(max_examples=8, deadline=None)
@@ -52,7 +52,7 @@ def test_every_layout_is_legal(gpus: int, layers: int, heads: int, virtual: int,
         return
     ranking = rank(job, cluster)
     assert ranking.fitting
-    times = [each.time.seconds for each in ranking.fitting]
+    times = [item.time.seconds for item in ranking.fitting]
     assert times == sorted(times)
     must_be_legal(config, ranking, gpus, 1536, 96)
 
@@ -68,8 +68,8 @@ def test_the_published_layout_is_listed(seventy: tuple[Job, ClusterConfig, Ranki
     """TP 4 x PP 8 x DP 8 of 70B on 256 GPUs: legal, fits, and slower than the first only by what tensor parallelism
     sends: it is not hidden here."""
     _, _, ranking = seventy
-    published = next(each for each in ranking.fitting if (each.layout.parallel.tensor, each.layout.parallel.pipeline,
-                                                          each.layout.data) == (4, 8, 8))
+    published = next(item for item in ranking.fitting if (item.layout.parallel.tensor, item.layout.parallel.pipeline,
+                                                          item.layout.data) == (4, 8, 8))
     first = ranking.fitting[0]
     assert first.layout.parallel.tensor < 4
     slower = published.time.seconds - first.time.seconds
@@ -77,7 +77,7 @@ def test_the_published_layout_is_listed(seventy: tuple[Job, ClusterConfig, Ranki
 
 
 def test_why_meshes_are_refused(seventy: tuple[Job, ClusterConfig, Ranking]):
-    reasons = {each.what: (each.reason, each.nearest) for each in seventy[2].refused}
+    reasons = {item.what: (item.reason, item.nearest) for item in seventy[2].refused}
     assert reasons["TP 16"] == ("parallel.tensor 16 would span several nodes of 8 GPUs", "TP 8")
     assert reasons["TP 1 x PP 1 x DP 256"][0] == (
         "256 data-parallel ranks do not divide batch.virtual_ranks 32; nearest that do: 32")
@@ -112,14 +112,14 @@ def test_long_rows_are_cut():
 
 def test_the_whole_run(seventy: tuple[Job, ClusterConfig, Ranking]):
     job, cluster, ranking = seventy
-    found = summary(job, ranking.fitting[0], cluster.model_copy(update={"price_per_gpu_hour": 2.0}))
-    assert found.checkpoint_bytes == 12 * job.parameters
-    assert found.tokens == 100_000 * 1024 * 8192
-    assert found.days * 86_400 * 256 == pytest.approx(found.gpu_hours * 3600)
-    assert found.cost == pytest.approx(2 * found.gpu_hours)
-    assert 0.9 < found.goodput <= found.best_goodput < 1
-    assert found.tokens_per_day == pytest.approx(
-        ranking.fitting[0].time.tokens_per_second * 86_400 * found.goodput)
+    result = summary(job, ranking.fitting[0], cluster.model_copy(update={"price_per_gpu_hour": 2.0}))
+    assert result.checkpoint_bytes == 12 * job.parameters
+    assert result.tokens == 100_000 * 1024 * 8192
+    assert result.days * 86_400 * 256 == pytest.approx(result.gpu_hours * 3600)
+    assert result.cost == pytest.approx(2 * result.gpu_hours)
+    assert 0.9 < result.goodput <= result.best_goodput < 1
+    assert result.tokens_per_day == pytest.approx(
+        ranking.fitting[0].time.tokens_per_second * 86_400 * result.goodput)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]):
@@ -131,10 +131,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     assert "activations" in shown
     assert "use it: --set parallel.data=" in shown
     assert run_command([*command, "--assume", "price_per_gpu_hour=1.5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["run"]["cost"] == pytest.approx(1.5 * found["run"]["gpu_hours"])
-    assert found["layouts"][0]["memory"]["total"] < 80e9
-    assert {axis["name"] for axis in found["layouts"][0]["time"]["axes"]} == {"tensor", "context", "pipeline", "data"}
+    result = json.loads(capsys.readouterr().out)
+    assert result["run"]["cost"] == pytest.approx(1.5 * result["run"]["gpu_hours"])
+    assert result["layouts"][0]["memory"]["total"] < 80e9
+    assert {axis["name"] for axis in result["layouts"][0]["time"]["axes"]} == {"tensor", "context", "pipeline", "data"}
 
 
 @pytest.mark.parametrize(("options", "told"), [

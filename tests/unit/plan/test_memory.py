@@ -57,20 +57,20 @@ def test_published_model_states(name: str, ranks: int, data: str, published: tup
 
     Their gradients are 16-bit; ours are fp32 and take twice as much.
     """
-    found = state(name, ranks, data)
-    parts = (found.parameters / GB, found.gradients / GB / 2, found.optimizer / GB)
+    result = state(name, ranks, data)
+    parts = (result.parameters / GB, result.gradients / GB / 2, result.optimizer / GB)
     assert parts == pytest.approx(published, rel=1e-3)
-    assert found.state / GB == pytest.approx(sum(published) + published[1], rel=1e-3)
+    assert result.state / GB == pytest.approx(sum(published) + published[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("data", STAGES)
 def test_planned_as_measured(data: str):
     """Every figure of the memory table, from the real sharding code on fake tensors."""
     measured = measure(SMALL, 1024, 8, data)
-    found = memory(job(SMALL, 1024, parameters="bf16"), layout(8, data=data, reduce="auto"))
-    planned = (found.parameters, found.copies, found.gradients, found.optimizer)
+    result = memory(job(SMALL, 1024, parameters="bf16"), layout(8, data=data, reduce="auto"))
+    planned = (result.parameters, result.copies, result.gradients, result.optimizer)
     seen = (measured.parameters, measured.beside, measured.gradients, measured.optimizer)
-    assert [each / GB for each in planned] == pytest.approx(seen, rel=0.002)
+    assert [item / GB for item in planned] == pytest.approx(seen, rel=0.002)
 
 
 @pytest.mark.parametrize("preset", ["debug", "125m", "1b", "llama3_1b", "8b", "qwen3_0.6b", "qwen3_8b"])
@@ -195,7 +195,7 @@ class Recorded(TorchDispatchMode):
         if func in PRODUCTS:
             self.products.append(out.nbytes)
         if func in ATTENTION:
-            self.attention += sum(each.nbytes for each in out)
+            self.attention += sum(item.nbytes for item in out)
         return out
 
 
@@ -223,9 +223,9 @@ def test_micro_batches_in_flight_as_torch_runs_them(schedule: str, pipeline: int
 def test_pipeline_ranks_hold_the_whole_model():
     made = job({"preset": "8b"}, 1024)
     for schedule in SCHEDULES:
-        found = shares(made, layout(micro_batches=4, pipeline=2, pipeline_schedule=schedule))
-        assert sum(each.blocks for each in found) == 32
-        assert sum(each.first for each in found) == sum(each.last for each in found) == 1
+        result = shares(made, layout(micro_batches=4, pipeline=2, pipeline_schedule=schedule))
+        assert sum(item.blocks for item in result) == 32
+        assert sum(item.first for item in result) == sum(item.last for item in result) == 1
 
 
 def test_gradients_that_wait_are_whole_and_fp32():
@@ -238,9 +238,9 @@ def test_gradients_that_wait_are_whole_and_fp32():
 
 def test_offload_leaves_the_gpu_to_activations():
     made = job({"preset": "8b"}, 128_256)
-    found = memory(made, layout(8, data="zero3", reduce="micro_batch", offload=True))
-    assert found.state == 0
-    assert found.activations > 0
+    result = memory(made, layout(8, data="zero3", reduce="micro_batch", offload=True))
+    assert result.state == 0
+    assert result.activations > 0
 
 
 def test_constants_of_modules_that_need_torch():

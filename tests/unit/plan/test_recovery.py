@@ -34,11 +34,11 @@ def test_blocking_saves_are_daly_s_closed_form(mtbf: float):
 def test_the_best_interval_is_young_s():
     """Goodput is flat around the optimum: what is compared is where it lies, and what Young's formula loses."""
     intervals = np.geomspace(100, 5000, 40)
-    found = goodput(BLOCKING, intervals)
+    result = goodput(BLOCKING, intervals)
     optimum = young_daly(30, MTBF)
     assert optimum == pytest.approx((2 * 30 * MTBF) ** 0.5)
-    assert intervals[found.argmax()] == pytest.approx(optimum, rel=0.25)
-    assert float(goodput(BLOCKING, [optimum])[0]) > found.max() - 0.001
+    assert intervals[result.argmax()] == pytest.approx(optimum, rel=0.25)
+    assert float(goodput(BLOCKING, [optimum])[0]) > result.max() - 0.001
 
 
 def one_trace(*gaps: float, chance: float = 0.5) -> Trace:
@@ -108,9 +108,9 @@ def test_tiers_keep_their_order_at_every_size():
     rows = table(GoodputConfig(runs=8))
     assert len(rows) == 5 * 9 * 3
     for gpus in (1_024, 16_384):
-        found = {row.tier: row.goodput for row in best(rows) if row.gpus == gpus}
-        assert list(found) == list(TIERS)
-        assert sorted(found.values(), reverse=True) == list(found.values())
+        results = {row.tier: row.goodput for row in best(rows) if row.gpus == gpus}
+        assert list(results) == list(TIERS)
+        assert sorted(results.values(), reverse=True) == list(results.values())
     assert rows == table(GoodputConfig(runs=8)), "the seed decides"
 
 

@@ -31,7 +31,7 @@ JOB = Job(load(TrainConfig, "jobs/configs/llama_1b.yaml"), 128_256, 4096)
 
 def planned(**changed: float) -> dict[str, int]:
     given = {"step_seconds": 1.0, "checkpoint_bytes": 1e9, "interval_seconds": 600.0, **changed}
-    return {each.what: each.a_day for each in requests(JOB, ClusterConfig(gpus=64), **given)}
+    return {item.what: item.a_day for item in requests(JOB, ClusterConfig(gpus=64), **given)}
 
 
 class Objects(LocalStore):
@@ -64,20 +64,20 @@ def written(log: JsonLog | NodeLog) -> None:
 
 
 def test_an_hour_of_a_log(tmp_path: Path, clock: list[float]):
-    place = Objects(tmp_path)
-    log = JsonLog(place, "metrics.jsonl")
+    folder_store = Objects(tmp_path)
+    log = JsonLog(folder_store, "metrics.jsonl")
     for tenth in range(10 * HOUR):
         clock[0] = tenth / 10
         log.append({"step": tenth})
         written(log)
     bound = planned(step_seconds=0.1)["metrics.jsonl"] / 24
-    assert 0.9 * bound < place.puts <= bound + 1
+    assert 0.9 * bound < folder_store.puts <= bound + 1
 
 
 def test_twenty_minutes_of_a_nodes_ledger(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch):
-    place = Objects(tmp_path / "run")
+    run_store = Objects(tmp_path / "run")
     monkeypatch.setattr(node_log.tempfile, "gettempdir", lambda: str(tmp_path))
-    ranks = [NodeLog(place, "ledger.jsonl", generation=0, rank=rank) for rank in range(8)]
+    ranks = [NodeLog(run_store, "ledger.jsonl", generation=0, rank=rank) for rank in range(8)]
     for turn in range(HOUR // 3 // 2):
         clock[0] = 2.0 * turn
         for rank, log in enumerate(ranks):
@@ -85,7 +85,7 @@ def test_twenty_minutes_of_a_nodes_ledger(tmp_path: Path, clock: list[float], mo
             log.flush_soon()
             written(log)
     bound = planned()["ledger.jsonl"] / (64 / 8) / 24 / 3  # of a node
-    assert 0.9 * bound < place.puts <= bound + 1
+    assert 0.9 * bound < run_store.puts <= bound + 1
 
 
 def test_the_state_is_put_no_more_often_than_planned(tmp_path: Path):
@@ -125,9 +125,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_save(megabytes: float, sent: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(streams, "PART_BYTES", 5 << 20)
     with S3Server() as server:
-        place = storage.store(server.create_bucket("saves") + "/run/checkpoints")
+        bucket_store = storage.store(server.create_bucket("saves") + "/run/checkpoints")
         values = {"model": {"weight": torch.zeros(int(megabytes * 250_000))}, "optimizer": {}}
-        saver = manager(place, asynchronous=False, keep_last=2)
+        saver = manager(bucket_store, asynchronous=False, keep_last=2)
         requests_by_save = []
         for step in range(1, 8):
             sent.clear()
@@ -152,9 +152,9 @@ def test_slow_steps_and_few_saves_make_fewer():
     slow = planned(step_seconds=30.0)
     assert slow["metrics.jsonl"] == slow["batches.jsonl"] == DAY / 30
     assert planned(interval_seconds=1200.0)["checkpoints"] == planned()["checkpoints"] / 2
-    alone = {each.what: each.a_day for each in requests(JOB, ClusterConfig(gpus=4), 1.0, 1e9, 600.0)}
+    alone = {item.what: item.a_day for item in requests(JOB, ClusterConfig(gpus=4), 1.0, 1e9, 600.0)}
     assert alone["ledger.jsonl"] == DAY / node_log.SECONDS
-    assert all(isinstance(each, Requests) and each.how for each in requests(JOB, ClusterConfig(gpus=4), 1, 1e9, 600))
+    assert all(isinstance(item, Requests) and item.how for item in requests(JOB, ClusterConfig(gpus=4), 1, 1e9, 600))
 
 
 def test_the_command_shows_them(capsys: pytest.CaptureFixture[str]):

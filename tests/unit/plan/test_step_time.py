@@ -87,12 +87,12 @@ def test_a_roofline_by_hand():
     config = build(TrainConfig, {"model": {"preset": "1b"}, "precision": "bf16", "compile": True, "batch": {
         "global_sequences": 8, "micro_sequences": 8, "virtual_ranks": 1}})
     layout = Layout(ParallelConfig(data="ddp"), MemoryConfig(), 8, 1, 1)
-    found = step_time(Job(config, 128_256, 4096), layout, ClusterConfig(gpus=1, gpu="h200"))
-    assert found.seconds == pytest.approx(0.308 + 0.088 + 0.010 + 0.039, rel=0.05)
-    assert found.optimizer == pytest.approx(0.010, rel=0.2)
-    assert found.exposed == found.bubble == 0
+    result = step_time(Job(config, 128_256, 4096), layout, ClusterConfig(gpus=1, gpu="h200"))
+    assert result.seconds == pytest.approx(0.308 + 0.088 + 0.010 + 0.039, rel=0.05)
+    assert result.optimizer == pytest.approx(0.010, rel=0.2)
+    assert result.exposed == result.bubble == 0
     flops = config.model.flops_per_token(128_256, 4096)
-    assert found.mfu == pytest.approx(found.tokens_per_second * flops / 989e12)
+    assert result.mfu == pytest.approx(result.tokens_per_second * flops / 989e12)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.source} {run.length}")

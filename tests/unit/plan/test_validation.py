@@ -50,17 +50,17 @@ def made_up(place: Store, steps: int, fail_after: tuple[int, ...], workers: int 
 
 
 def test_constants_are_read_from_a_run(tmp_path):
-    place = store(tmp_path / "run")
-    made_up(place, 100, (15, 47))
-    found = observe(place)
-    assert (found.workers, found.every_steps, found.refresh_steps) == (2, 10, 0)
-    assert found.tier.detect_seconds == pytest.approx(DETECT + STEP / 2)
-    assert found.tier.restart_seconds == pytest.approx(RESTART)
-    assert found.tier.save_stall_seconds == pytest.approx(STALL)
-    assert found.step_seconds == pytest.approx(STEP)
+    run_store = store(tmp_path / "run")
+    made_up(run_store, 100, (15, 47))
+    result = observe(run_store)
+    assert (result.workers, result.every_steps, result.refresh_steps) == (2, 10, 0)
+    assert result.tier.detect_seconds == pytest.approx(DETECT + STEP / 2)
+    assert result.tier.restart_seconds == pytest.approx(RESTART)
+    assert result.tier.save_stall_seconds == pytest.approx(STALL)
+    assert result.step_seconds == pytest.approx(STEP)
     wall = 100 + 12 + 10 * STALL + 2 * (RESTART + DETECT + STEP / 2)
-    assert found.seconds == pytest.approx(wall)
-    assert found.goodput == pytest.approx(100 / wall)
+    assert result.seconds == pytest.approx(wall)
+    assert result.goodput == pytest.approx(100 / wall)
 
 
 def test_the_prediction_is_the_run(tmp_path):
@@ -75,11 +75,11 @@ def test_the_prediction_is_the_run(tmp_path):
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
-    place = store(tmp_path / "run")
-    place.write_json("run.json", {"config": {"checkpoint": {"every_steps": 10}}})
+    run_store = store(tmp_path / "run")
+    run_store.write_json("run.json", {"config": {"checkpoint": {"every_steps": 10}}})
     with pytest.raises(ConfigError, match="not done a step"):
-        observe(place)
-    made_up(place, 20, ())
-    jsonlog.JsonLog(place, "events.jsonl").append({"time": 1030.0, "kind": "resize", "detail": {"generation": 0}})
+        observe(run_store)
+    made_up(run_store, 20, ())
+    jsonlog.JsonLog(run_store, "events.jsonl").append({"time": 1030.0, "kind": "resize", "detail": {"generation": 0}})
     with pytest.raises(ConfigError, match="resized"):
-        observe(place)
+        observe(run_store)

@@ -72,15 +72,15 @@ def write_pipeline(place: Store) -> None:
 
 def _sources(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Three sources in fixed shares, of which filters take one almost whole."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for at, stage in enumerate(stages):
         kept = stage["documents_out"]
         scraped = 300 if at == 0 else 12
         left = {"docs.python.org": [(kept - scraped) * 2 // 3, 4000 * (kept - scraped) * 2 // 3],
                 "licences": [(kept - scraped) // 3, 2000 * (kept - scraped) // 3],
                 "a-very-long-name/of-a-folder/that-was/scraped.jsonl.gz": [scraped, 900 * scraped]}
-        found.append({"stage": stage["name"], "left": left})
-    return found
+        results.append({"stage": stage["name"], "left": left})
+    return results
 
 
 def _stage(name: str, came: int, kept: int, dropped: dict[str, int], *, seconds: float, quarantined: int = 0,

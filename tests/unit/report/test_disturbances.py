@@ -34,8 +34,8 @@ LEDGER = [*spent("restart", 0, 4, 3), *spent("detection", 20, 21, 3), *spent("re
 
 def test_one_row_for_what_belongs_together():
     start, lost, joined = disturbances(read_events(EVENTS, METRICS, LEDGER), METRICS)
-    assert [each.name for each in (start, lost, joined)] == ["driver started", "node lost", "join"]
-    assert [each.workers for each in (start, lost, joined)] == [(0, 3), (3, 2), (2, 3)]
+    assert [item.name for item in (start, lost, joined)] == ["driver started", "node lost", "join"]
+    assert [item.workers for item in (start, lost, joined)] == [(0, 3), (3, 2), (2, 3)]
     assert (start.pause, lost.redone, joined.redone) == (5.0, 6, 0)
     assert lost.pause == pytest.approx(27 - 20)
     assert joined.pause == pytest.approx(46 - 41)
@@ -44,10 +44,10 @@ def test_one_row_for_what_belongs_together():
 
 
 def test_nothing_of_the_ledger_is_counted_twice_or_forgotten():
-    found = disturbances(read_events(EVENTS, METRICS, LEDGER), METRICS)
+    result = disturbances(read_events(EVENTS, METRICS, LEDGER), METRICS)
     whole = sum(part["end"] - part["start"] for part in LEDGER)
-    assert sum(sum(each.cost.values()) for each in found) == pytest.approx(whole)
-    table = disturbance_table(found, 0.0)
+    assert sum(sum(item.cost.values()) for item in result) == pytest.approx(whole)
+    table = disturbance_table(result, 0.0)
     assert "46.0 s" in table
     assert table.count("<tr>") == 1 + 3 + 1
 
@@ -55,7 +55,8 @@ def test_nothing_of_the_ledger_is_counted_twice_or_forgotten():
 def test_a_second_failure_before_the_first_is_mended_is_the_same_row():
     events = [Event(0, "driver_start", {}), Event(1, "start", {"world_size": 2}), Event(5, "failure", {}),
               Event(7, "failure", {}), Event(9, "resume", {"world_size": 2, "redo": 3})]
-    found = disturbances(events, [{"time": float(at), "step": at, "loss": 1.0} for at in (2, 3, 4, 10)])
-    assert [(each.name, each.kinds.count("failure")) for each in found] == [("driver started", 0), ("worker failed", 2)]
-    assert (found[1].pause, found[1].redone) == (6.0, 3)
+    result = disturbances(events, [{"time": float(at), "step": at, "loss": 1.0} for at in (2, 3, 4, 10)])
+    failures = [(item.name, item.kinds.count("failure")) for item in result]
+    assert failures == [("driver started", 0), ("worker failed", 2)]
+    assert (result[1].pause, result[1].redone) == (6.0, 3)
     assert disturbance_table([], 0.0) == ""

@@ -25,17 +25,18 @@ STAGES = [{"name": "filter", "documents_in": 90, "documents_out": 60, "dropped":
 @pytest.fixture
 def output(tmp_path: Path) -> Store:
     """A pipeline's output without sets, with hostile documents."""
-    place = store(tmp_path)
-    runs.write_pipeline(place)
-    summary = place.read_json("summary.json")
+    folder_store = store(tmp_path)
+    runs.write_pipeline(folder_store)
+    summary = folder_store.read_json("summary.json")
     summary["kept"] = [{"id": "good\x1b[1m", "text": EVIL, "source": "<b>web</b>"}]
     summary["source_tokens"] = {"<i>web</i>": [2, 3000], "books\x07": [1, 1000]}
-    place.write_json("summary.json", summary)
+    folder_store.write_json("summary.json", summary)
     records = [{"file": f"a\x1b{n}.jsonl", "line": n + 1, "offset": 10 * n, "reason": "invalid_json", "detail": "no {",
                 "head": '{"text": "<script>\x1b[31m\\xff'} for n in range(5)]
     records.append({"file": "b.jsonl", "line": 0, "offset": 77, "reason": "missing_text", "detail": "", "head": "{}"})
-    place.write("quarantine/0.jsonl", b"".join(json.dumps(each).encode() + b"\n" for each in records) + b"{torn")
-    return place
+    lines = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+    folder_store.write("quarantine/0.jsonl", lines + b"{torn")
+    return folder_store
 
 
 def html_of(place: Store) -> str:
@@ -56,13 +57,13 @@ def test_the_page_shows_documents_and_none_of_their_controls(output: Store):
 
 
 def test_quarantined_records_are_shown_by_reason(output: Store):
-    found = str(quarantined(output, {"invalid_json": 5, "missing_text": 1, "no_such": 2}))
-    assert found.count("<details") == 2
-    assert "3 of 5" in found
-    assert "line 3" in found
-    assert "line 4" not in found
-    assert "from byte 77" in found
-    assert "&lt;script&gt;\\x1b[31m" in found
+    result = str(quarantined(output, {"invalid_json": 5, "missing_text": 1, "no_such": 2}))
+    assert result.count("<details") == 2
+    assert "3 of 5" in result
+    assert "line 3" in result
+    assert "line 4" not in result
+    assert "from byte 77" in result
+    assert "&lt;script&gt;\\x1b[31m" in result
     assert quarantined(output, {}) is None
     assert quarantined(store(output.at("nowhere")), {"invalid_json": 1}) is None
 
@@ -99,18 +100,18 @@ def test_kept_and_dropped_take_reasons_in_turn():
     samples: dict[str, Any] = {"filter": {"too_short": [{"id": f"s{n}", "text": "s"} for n in range(3)],
                                           "too_long": [{"id": "l0", "text": "l"}], "edited": [{"id": "e", "text": ""}]}}
     dropped = {stage["name"]: stage["dropped"] for stage in STAGES}
-    found = str(side_by_side([{"id": "k", "text": "kept"}], samples, dropped, colours.of_reasons(STAGES)))
-    assert re.findall(r"<code>(\w+)</code>", found) == ["k", "s0", "l0", "s1", "s2"]
+    result = str(side_by_side([{"id": "k", "text": "kept"}], samples, dropped, colours.of_reasons(STAGES)))
+    assert re.findall(r"<code>(\w+)</code>", result) == ["k", "s0", "l0", "s1", "s2"]
     assert side_by_side([], samples, dropped, {}) is None
     assert side_by_side([{"id": "k", "text": ""}], {}, dropped, {}) is None
 
 
 def test_packed_rows_are_text_again(plain: str, chat: str):
-    found = "".join(map(str, packed_rows.section(store(plain.removesuffix("/shards")))))
-    assert found.count('class="packed"') == packed_rows.SHOWN_ROWS
-    assert "<mark>" not in found
-    assert "the quick brown fox" in found
-    assert "\x1b" not in found
+    result = "".join(map(str, packed_rows.section(store(plain.removesuffix("/shards")))))
+    assert result.count('class="packed"') == packed_rows.SHOWN_ROWS
+    assert "<mark>" not in result
+    assert "the quick brown fox" in result
+    assert "\x1b" not in result
     marked = "".join(map(str, packed_rows.section(store(chat.removesuffix("/shards")))))
     assert "answer" in re.sub(r"<(?!/?mark).*?>", "", "".join(re.findall(r"<mark>.*?</mark>", marked, re.S)))
     assert not re.search(r"<mark>[^<]*ask", marked)

@@ -72,16 +72,16 @@ def check(uri: str) -> tuple[str, Checker]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Store:
-    place = store(tmp_path / "data")
-    runs.write_pipeline(place)
-    return place
+    folder_store = store(tmp_path / "data")
+    runs.write_pipeline(folder_store)
+    return folder_store
 
 
 @pytest.fixture
 def run(tmp_path: Path, data: Store) -> Store:
-    place = store(tmp_path / "runs" / "demo")
-    runs.write_run(place, data.uri)
-    return place
+    run_store = store(tmp_path / "runs" / "demo")
+    runs.write_run(run_store, data.uri)
+    return run_store
 
 
 def test_run_report_says_everything(run: Store) -> None:
@@ -150,9 +150,9 @@ def test_pipeline_report(data: Store) -> None:
 
 
 def test_a_run_on_a_mixture(data: Store, tmp_path: Path) -> None:
-    place = store(tmp_path / "mixed")
-    runs.write_run(place, data.uri)
-    run = place.read_json("run.json")
+    folder_store = store(tmp_path / "mixed")
+    runs.write_run(folder_store, data.uri)
+    run = folder_store.read_json("run.json")
     run["data"] = {"mixture": {
         "proportions": [{"domain": "web", "sequences": 1800, "share": 0.75, "rows": 2400, "tokens": 9_800_000,
                          "epochs": 0.75},
@@ -160,40 +160,40 @@ def test_a_run_on_a_mixture(data: Store, tmp_path: Path) -> None:
                          "epochs": 3.0}],
         "spans": [{"start": 0, "end": 1200, "shares": {"web": 0.9, "code": 0.1}},
                   {"start": 1200, "end": None, "shares": {"web": 0.6, "code": 0.4}}]}}
-    place.write_json("run.json", run)
-    _, checker = check(write_run_report(place.uri))
+    folder_store.write_json("run.json", run)
+    _, checker = check(write_run_report(folder_store.uri))
     text = " ".join(checker.text)
     for word in ("Mixture", "web", "1,800", "75.00 %", "3.000", "810,000", "1,200", "the end", "40.00 %"):
         assert word in text, word
 
 
 def test_an_unfinished_run_without_a_pipeline(tmp_path: Path) -> None:
-    place = store(tmp_path / "run")
-    runs.write_run(place, str(tmp_path / "none"), finished=False)
-    _, checker = check(write_run_report(place.uri))
+    run_store = store(tmp_path / "run")
+    runs.write_run(run_store, str(tmp_path / "none"), finished=False)
+    _, checker = check(write_run_report(run_store.uri))
     text = " ".join(checker.text)
     assert "unfinished: step 123 of 300" in text
     assert "What each stage kept" not in text
 
 
 def test_a_run_that_only_just_began(tmp_path: Path) -> None:
-    place = store(tmp_path / "run")
-    place.write_json("run.json", {"id": "new", "config": {}})
-    _, checker = check(write_run_report(place.uri))
+    run_store = store(tmp_path / "run")
+    run_store.write_json("run.json", {"id": "new", "config": {}})
+    _, checker = check(write_run_report(run_store.uri))
     assert "unfinished: step 0" in " ".join(checker.text)
-    place.write("metrics.jsonl", b'{"step":1,"loss":7.5,"time":1.0}\n{"step":2,"loss":NaN,"time":2.0}\n{"ste')
-    place.write("ledger.jsonl", b'{"rank":0,"category":"restart","start":0.5,"end":0.9,"time":0.9,"generation":0,'
+    run_store.write("metrics.jsonl", b'{"step":1,"loss":7.5,"time":1.0}\n{"step":2,"loss":NaN,"time":2.0}\n{"ste')
+    run_store.write("ledger.jsonl", b'{"rank":0,"category":"restart","start":0.5,"end":0.9,"time":0.9,"generation":0,'
                 b'"node":"a"}\n{"rank":0}\n')
-    check(write_run_report(place.uri))
+    check(write_run_report(run_store.uri))
 
 
 def test_a_pipeline_that_kept_nothing(tmp_path: Path) -> None:
-    place = store(tmp_path)
-    place.write_json("summary.json", {"name": "empty", "stages": [], "quarantine": {}, "histograms": {}})
-    check(write_pipeline_report(place.uri))
-    place.write_json("summary.json", {"name": "none", "stages": [
+    folder_store = store(tmp_path)
+    folder_store.write_json("summary.json", {"name": "empty", "stages": [], "quarantine": {}, "histograms": {}})
+    check(write_pipeline_report(folder_store.uri))
+    folder_store.write_json("summary.json", {"name": "none", "stages": [
         {"name": "read", "documents_in": 0, "documents_out": 0, "dropped": {}}], "documents": 0})
-    check(write_pipeline_report(place.uri))
+    check(write_pipeline_report(folder_store.uri))
 
 
 def test_missing_things_are_told(tmp_path: Path, run: Store) -> None:
@@ -233,10 +233,10 @@ def test_ticks_are_round_and_inside() -> None:
     assert plots.ticks(2.87, 7.5, 6) == [3, 4, 5, 6, 7]
     assert plots.ticks(5, 5) == [5]
     for low, high in ((0, 1e-6), (0.1, 93_111), (-3, 4)):
-        found = plots.ticks(low, high)
-        assert 2 <= len(found) <= 6
-        assert min(found) >= low
-        assert max(found) <= high
+        result = plots.ticks(low, high)
+        assert 2 <= len(result) <= 6
+        assert min(result) >= low
+        assert max(result) <= high
 
 
 def test_labels_never_overlap() -> None:

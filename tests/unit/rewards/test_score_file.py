@@ -123,10 +123,10 @@ def test_the_command_prints_the_mean_and_the_failures(answers: Path, tmp_path: P
     assert "15 of 19 records have no score, more than 5%" in capsys.readouterr().err.replace("\n", " ")
     assert len(results(output)) == 19
     assert run_command([*command, "--json", "--max-failed-fraction", "1", "--set", "last_number=true"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["reward"] == {"kind": "gsm8k", "last_number": True}
-    assert found["key"] == tw.rewards.Gsm8k(last_number=True).key()
-    assert found["mean"] == 0.5
+    result = json.loads(capsys.readouterr().out)
+    assert result["reward"] == {"kind": "gsm8k", "last_number": True}
+    assert result["key"] == tw.rewards.Gsm8k(last_number=True).key()
+    assert result["mean"] == 0.5
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -28,15 +28,15 @@ def table(rows: int, first: int = 0, *, loss_mask: bool = False, dtype: str = "u
 
 def write_set(uri: str | Path, rows: tuple[int, ...] = (5, 9, 1), **changes: Any) -> Manifest:
     """A set with shards of `rows` rows."""
-    place = storage.store(uri)
+    folder_store = storage.store(uri)
     mask = bool(changes.get("loss_mask"))
     starts = np.cumsum([0, *rows]).tolist()
-    shards = tuple(write_shard(place, table(count, first, loss_mask=mask)) for count, first in zip(rows, starts))
-    stamp = place.write("tokenizer.json", b"{}")
+    shards = tuple(write_shard(folder_store, table(count, first, loss_mask=mask)) for count, first in zip(rows, starts))
+    stamp = folder_store.write("tokenizer.json", b"{}")
     fields: dict[str, Any] = {
         "sequence_length": LENGTH, "token_dtype": "uint16", "vocabulary_size": 128,
         "tokenizer": {"file": "tokenizer.json", "hash": stamp.hash, "eos": 0, "pad": 1}, "recipe_hash": "abc",
         "evaluation_sets": ({"name": "e", "hash": "h", "items": 3},), "documents": 20, "shards": shards, **changes}
     manifest = Manifest(**fields)
-    write_manifest(place, manifest)
+    write_manifest(folder_store, manifest)
     return manifest

@@ -23,10 +23,10 @@ EVERYTHING = (np.repeat(np.arange(3), [5, 9, 1]), np.concatenate([np.arange(5), 
 def flip(path: Path) -> None:
     """One bit of a file, in place, as a disk or a careless tool does it."""
     with path.open("r+b") as file:
-        place = os.path.getsize(path) // 2
-        file.seek(place)
+        position = os.path.getsize(path) // 2
+        file.seek(position)
         byte = file.read(1)[0]
-        file.seek(place)
+        file.seek(position)
         file.write(bytes([byte ^ 1]))
 
 
@@ -86,11 +86,11 @@ def test_a_set_that_is_written_anew_reads_on(tmp_path: Path):
     manifest = write_set(tmp_path)
     shard_set = ShardSet.open(str(tmp_path), verify=True, on_damage=lambda where, what: reports.append((where, what)))
     before = shard_set.rows(*EVERYTHING)
-    place = tmp_path / manifest.shards[0].name
-    content = place.read_bytes()
-    place.unlink()
-    place.write_bytes(content)
-    os.utime(place, ns=(1, 1))
+    folder = tmp_path / manifest.shards[0].name
+    content = folder.read_bytes()
+    folder.unlink()
+    folder.write_bytes(content)
+    os.utime(folder, ns=(1, 1))
     assert np.array_equal(shard_set.rows(*EVERYTHING).tokens, before.tokens)
     assert len(reports) == 1
     assert "changed while it was read" in reports[0][1]

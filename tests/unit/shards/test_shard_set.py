@@ -41,14 +41,14 @@ def test_equal_tables_give_equal_bytes(tmp_path: Path):
 
 
 def test_what_is_no_shard(tmp_path: Path):
-    place = storage.store(tmp_path)
+    folder_store = storage.store(tmp_path)
     with pytest.raises(ValueError, match="at least one row"):
-        write_shard(place, table(0))
+        write_shard(folder_store, table(0))
     with pytest.raises(ValueError, match="not a shard"):
-        write_shard(place, pa.table({"tokens": [1]}))
+        write_shard(folder_store, pa.table({"tokens": [1]}))
     nulls = table(2).set_column(1, "length", pa.array([1, None], pa.int32()))
     with pytest.raises(ValueError, match="'length'"):
-        write_shard(place, nulls)
+        write_shard(folder_store, nulls)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -56,23 +56,23 @@ def test_rows_are_what_was_written(tmp_path: Path):
     write_set(tmp_path, (5, 9, 1), loss_mask=True)
     shard_set = ShardSet.open(str(tmp_path))
     shards, rows = np.array([1, 0, 2, 1, 1]), np.array([8, 0, 0, 0, 8])
-    found = shard_set.rows(shards, rows)
-    assert found.tokens.dtype == np.uint16
-    assert found.lengths.dtype == found.segment_ids.dtype == found.positions.dtype == np.int32
+    result = shard_set.rows(shards, rows)
+    assert result.tokens.dtype == np.uint16
+    assert result.lengths.dtype == result.segment_ids.dtype == result.positions.dtype == np.int32
     for i, number in enumerate([13, 0, 14, 5, 13]):
         expected = table(1, number, loss_mask=True).to_pylist()[0]
-        assert found.tokens[i].tolist() == expected["tokens"]
-        assert found.lengths[i] == expected["length"]
-        assert found.loss_mask[i].tolist() == expected["loss_mask"]
+        assert result.tokens[i].tolist() == expected["tokens"]
+        assert result.lengths[i] == expected["length"]
+        assert result.loss_mask[i].tolist() == expected["loss_mask"]
         segments, positions = [], []
         bounds = [*expected["segment_starts"], expected["length"]]
         for segment, (begin, end) in enumerate(itertools.pairwise(bounds)):
             segments += [segment] * (end - begin)
             positions += range(end - begin)
         padding = LENGTH - expected["length"]
-        assert found.segment_ids[i].tolist() == segments + [-1] * padding
-        assert found.positions[i].tolist() == positions + [0] * padding
-    assert found.ids == [f"{shard_set.manifest.shards[s].name}:{r}" for s, r in zip(shards, rows)]
+        assert result.segment_ids[i].tolist() == segments + [-1] * padding
+        assert result.positions[i].tolist() == positions + [0] * padding
+    assert result.ids == [f"{shard_set.manifest.shards[s].name}:{r}" for s, r in zip(shards, rows)]
     with pytest.raises(IndexError):
         shard_set.rows(np.array([0]), np.array([5]))
 
@@ -234,10 +234,10 @@ def test_segments_spelled_out_one_by_one(rows: list[tuple[int, set[int]]]):
         for place in range(real):
             ids[row, place] = sum(begin <= place for begin in begins) - 1
             positions[row, place] = place - begins[ids[row, place]]
-    found = _segments_of(marks, np.array([real for real, _ in rows]))
-    np.testing.assert_array_equal(found[0], ids)
-    np.testing.assert_array_equal(found[1], positions)
-    assert found[0].dtype == found[1].dtype == np.int32
+    result = _segments_of(marks, np.array([real for real, _ in rows]))
+    np.testing.assert_array_equal(result[0], ids)
+    np.testing.assert_array_equal(result[1], positions)
+    assert result[0].dtype == result[1].dtype == np.int32
 
 
 def test_positions_located_ahead_are_the_same(tmp_path: Path):

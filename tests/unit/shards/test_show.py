@@ -36,7 +36,7 @@ def sources(folder: Path, names: dict[str, str]) -> None:
     ids = sorted(names)
     for number in range(2):
         own = ids[number::2]
-        table = pa.table([own, ["x"] * len(own), [names[each] for each in own], ["{}"] * len(own)],
+        table = pa.table([own, ["x"] * len(own), [names[item] for item in own], ["{}"] * len(own)],
                          schema=DOCUMENT_SCHEMA)
         with output.writer(f"stages/partition/units/{number}/documents") as sink:
             write_ipc(sink, table)
@@ -63,8 +63,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
     chats = [[{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"answer {n} \x1b[5m"}]
              for n in range(6)]
     packed(folder, {"file": "tokenizer.json", "chat_template": "chat.jinja"}, {"validation_fraction": 0.0}, kind="chat",
-           metas=[json.dumps({"messages": each}) for each in chats],
-           texts=["\n\n".join(message["content"] for message in each) for each in chats])
+           metas=[json.dumps({"messages": item}) for item in chats],
+           texts=["\n\n".join(message["content"] for message in item) for item in chats])
     return str(folder / "out/shards")
 
 
@@ -82,8 +82,8 @@ def test_every_row_is_its_documents_again(plain: str):
         for segment in row.segments:
             assert segment.tokens == sum(part.tokens for part in segment.parts)
             whole.setdefault(segment.document, {})[segment.document_offset] = segment.text
-    found = {name: "".join(pieces[at] for at in sorted(pieces)) for name, pieces in whole.items()}
-    assert found == {f"d{n:03d}": text for n, text in enumerate(TEXTS)}
+    results = {name: "".join(pieces[at] for at in sorted(pieces)) for name, pieces in whole.items()}
+    assert results == {f"d{n:03d}": text for n, text in enumerate(TEXTS)}
 
 
 def test_the_loss_mask_tells_what_is_learnt(chat: str):
@@ -101,7 +101,7 @@ def test_rows_of_a_source(plain: str):
     rows = list(show.rows(plain, source="dogs"))
     assert rows
     assert all(any(segment.source == "dogs" for segment in row.segments) for row in rows)
-    every = [row.row for row in show.rows(plain) if any(each.source == "dogs" for each in row.segments)]
+    every = [row.row for row in show.rows(plain) if any(item.source == "dogs" for item in row.segments)]
     assert [row.row for row in rows] == every
     assert [row.row for row in show.rows(plain, first=every[0] + 1, source="dogs")] == every[1:]
     assert list(show.rows(plain, source="cats")) == []
@@ -158,8 +158,8 @@ def test_what_it_says_when_there_is_nothing_to_show(plain: str, chat: str, capsy
 def test_json_keeps_what_it_had_and_has_the_text(chat: str, capsys: pytest.CaptureFixture[str]):
     row: dict[str, Any] = json.loads(told(capsys, chat, "--row", "0", "--json")[1])
     assert {"row", "id", "length", "loss_tokens", "tokens", "segments"} <= row.keys()
-    assert sum(part["tokens"] for each in row["segments"] for part in each["parts"]) == row["length"]
-    assert row["loss_tokens"] == sum(part["tokens"] for each in row["segments"] for part in each["parts"]
+    assert sum(part["tokens"] for item in row["segments"] for part in item["parts"]) == row["length"]
+    assert row["loss_tokens"] == sum(part["tokens"] for item in row["segments"] for part in item["parts"]
                                      if part["learnt"])
     whole = json.loads(told(capsys, chat, "--json", "--limit", "2")[1])
     assert len(whole["rows_shown"]) == 2

@@ -122,14 +122,14 @@ def test_decoding_sizes_and_the_way_through_a_manifest(files, name, tmp_path):
     assert 0 <= made.padded_size - made.vocabulary_size < 64
     again = pickle.loads(pickle.dumps(made))
     assert again.encode(TEXTS[:3])[0].tolist() == made.encode(TEXTS[:3])[0].tolist()
-    place = storage.store(tmp_path)
-    stamp = place.write(made.file, made.data)
-    found = of_manifest(place, json.loads(json.dumps(made.manifest(stamp.hash))))
-    assert (found.bos, found.eos, found.pad, found.padded_size) == (made.bos, made.eos, made.pad, made.padded_size)
-    assert found.encode(TEXTS)[0].tolist() == tokens.tolist()
-    place.delete(made.file)
+    folder_store = storage.store(tmp_path)
+    stamp = folder_store.write(made.file, made.data)
+    result = of_manifest(folder_store, json.loads(json.dumps(made.manifest(stamp.hash))))
+    assert (result.bos, result.eos, result.pad, result.padded_size) == (made.bos, made.eos, made.pad, made.padded_size)
+    assert result.encode(TEXTS)[0].tolist() == tokens.tolist()
+    folder_store.delete(made.file)
     with pytest.raises(ShardError, match="missing"):
-        of_manifest(place, made.manifest(stamp.hash))
+        of_manifest(folder_store, made.manifest(stamp.hash))
 
 
 def test_batches_are_one_flat_array(files):
@@ -202,8 +202,8 @@ def test_batches_are_bounded_by_documents_and_characters(monkeypatch):
     monkeypatch.setattr(encoder, "_BATCH_DOCUMENTS", 3)
     monkeypatch.setattr(encoder, "_BATCH_CHARACTERS", 10)
     texts = ["a" * size for size in (4, 4, 4, 50, 1, 1, 1, 1, 0)]
-    found = list(encoder.batches(texts))
-    assert [(first, list(map(len, batch))) for first, batch in found] == [
+    results = list(encoder.batches(texts))
+    assert [(first, list(map(len, batch))) for first, batch in results] == [
         (0, [4, 4]), (2, [4]), (3, [50]), (4, [1, 1, 1]), (7, [1, 0])]
-    assert [text for _, batch in found for text in batch] == texts
+    assert [text for _, batch in results for text in batch] == texts
     assert list(encoder.batches([])) == []

@@ -41,17 +41,17 @@ def write_documents(place, unit, *documents):
 @pytest.fixture
 def output(tmp_path):
     """Shards of 15 rows, a validation set of others, and a pipeline's verdicts; d1-3 was edited and stands for twin."""
-    place = storage.store(tmp_path)
+    folder_store = storage.store(tmp_path)
     write_set(tmp_path / "shards")
     stages = ("ingest", "filter", "partition", "dedup_near", "redact", "pack")
-    place.write_json("summary.json", {"stages": [{"name": name} for name in stages]})
-    write_documents(place, "u1", "d0-0", "d1-0", "d1-3", "d2-7")
-    write_documents(place, "u2", "twin")
-    write_verdicts(place, "partition")
-    write_verdicts(place, "filter", ("short", "drop", "too_few_words", None, None, ""))
-    write_verdicts(place, "dedup_near", ("twin", "drop", "near_duplicate", 0.875, "d1-3", '{"note": 1}'))
-    write_verdicts(place, "redact", ("d1-3", "edit", "email", 2.0, None, ""))
-    place.write_json("stages/ingest/units/k.json", {
+    folder_store.write_json("summary.json", {"stages": [{"name": name} for name in stages]})
+    write_documents(folder_store, "u1", "d0-0", "d1-0", "d1-3", "d2-7")
+    write_documents(folder_store, "u2", "twin")
+    write_verdicts(folder_store, "partition")
+    write_verdicts(folder_store, "filter", ("short", "drop", "too_few_words", None, None, ""))
+    write_verdicts(folder_store, "dedup_near", ("twin", "drop", "near_duplicate", 0.875, "d1-3", '{"note": 1}'))
+    write_verdicts(folder_store, "redact", ("d1-3", "edit", "email", 2.0, None, ""))
+    folder_store.write_json("stages/ingest/units/k.json", {
         "label": "b.jsonl[bytes 0-99]", "files": {"verdicts": ["verdicts/filter/x.parquet", 1, ""]},
         "summary": {"name": "b.jsonl"}})
     return tmp_path
@@ -63,18 +63,18 @@ def test_a_document_of_a_range_is_at_its_byte(output):
 
 
 def test_token_to_source(output):
-    found = trace_token(str(output / "shards"), 1, 5)
-    assert found["segment"] == {"start": 3, "tokens": 8, "document": "d1-3", "document_offset": 30}
-    assert found["document_offset"] == 32
-    assert found["value"] == 3
-    assert found["id"].endswith(".arrow:1")
-    known = found["lineage"]
+    traced = trace_token(str(output / "shards"), 1, 5)
+    assert traced["segment"] == {"start": 3, "tokens": 8, "document": "d1-3", "document_offset": 30}
+    assert traced["document_offset"] == 32
+    assert traced["value"] == 3
+    assert traced["id"].endswith(".arrow:1")
+    known = traced["lineage"]
     assert known["origins"] == [{"source": "web", "file": "a.jsonl", "line": 3, "offset": 300}]
-    assert [(each["stage"], each["verdict"]) for each in known["verdicts"]] == [
+    assert [(item["stage"], item["verdict"]) for item in known["verdicts"]] == [
         ("filter", "kept"), ("partition", "kept"), ("dedup_near", "kept"), ("redact", "edit")]
     assert known["stands_for"] == [{"document": "twin", "stage": "dedup_near", "reason": "near_duplicate",
                                     "score": 0.875, "detail": {"note": 1}}]
-    lines = token_lines(found)
+    lines = token_lines(traced)
     assert "source web, file a.jsonl line 3" in lines
     assert "  twin (dedup_near: near_duplicate, score 0.875)" in lines
 
@@ -85,20 +85,20 @@ def test_row_in_a_later_shard(output):
 
 
 def test_document_to_rows(output):
-    found = trace_document(str(output / "shards"), "d2-7")
+    result = trace_document(str(output / "shards"), "d2-7")
     assert [(piece["row"], piece["segment"], piece["start"], piece["tokens"], piece["document_offset"])
-            for piece in found["pieces"]] == [(2, 2, 7, 3, 70)]
+            for piece in result["pieces"]] == [(2, 2, 7, 3, 70)]
     late = trace_document(str(output / "shards"), "d13-3")["pieces"]
     assert [(piece["row"], piece["segment"]) for piece in late] == [(13, 1)]
 
 
 def test_dropped_duplicate(output):
-    found = trace_document(str(output / "shards"), "twin")
-    assert not found["pieces"]
-    assert found["lineage"]["origins"][0]["file"] == "a.jsonl"
-    assert [(each["verdict"], each["survivor"]) for each in found["lineage"]["verdicts"]] == [
+    result = trace_document(str(output / "shards"), "twin")
+    assert not result["pieces"]
+    assert result["lineage"]["origins"][0]["file"] == "a.jsonl"
+    assert [(item["verdict"], item["survivor"]) for item in result["lineage"]["verdicts"]] == [
         ("kept", None), ("kept", None), ("drop", "d1-3"), ("not reached", None)]
-    assert "  dedup_near: drop: near_duplicate, score 0.875, in favour of d1-3" in document_lines(found)
+    assert "  dedup_near: drop: near_duplicate, score 0.875, in favour of d1-3" in document_lines(result)
 
 
 def test_document_dropped_by_a_leading_filter_has_its_file(output):
@@ -109,16 +109,16 @@ def test_document_dropped_by_a_leading_filter_has_its_file(output):
 
 def test_held_out_document(output):
     write_set(output / "validation", rows=(20,))
-    found = trace_document(str(output / "shards"), "d17-0")
-    assert not found["pieces"]
-    assert found["other_sets"] == [str(output / "validation")]
+    result = trace_document(str(output / "shards"), "d17-0")
+    assert not result["pieces"]
+    assert result["other_sets"] == [str(output / "validation")]
 
 
 def test_set_alone(tmp_path):
     write_set(tmp_path / "shards")
-    found = trace_token(str(tmp_path / "shards"), 0, 0)
-    assert found["lineage"] is None
-    assert "no pipeline output" in token_lines(found)[-1]
+    traced = trace_token(str(tmp_path / "shards"), 0, 0)
+    assert traced["lineage"] is None
+    assert "no pipeline output" in token_lines(traced)[-1]
 
 
 @pytest.mark.parametrize(("row", "token", "told"), [(15, 0, "no row 15"), (-1, 0, "no row -1"), (3, 9, "no token 9"),

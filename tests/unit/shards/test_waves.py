@@ -76,12 +76,12 @@ def test_waves_and_epochs_are_shuffled_differently():
 def grown(folder: Path) -> tuple[storage.Store, Manifest]:
     """A finished set in waves, and its records, which its manifest does not hide."""
     manifest = write_set(folder, ROWS, waves=SIZES)
-    place = storage.store(folder)
-    known = growing.begin(place, Growing.of(manifest).head().manifest)
+    folder_store = storage.store(folder)
+    known = growing.begin(folder_store, Growing.of(manifest).head().manifest)
     for shards in growing._waves(manifest):
-        known = growing.publish(place, known, shards)
+        known = growing.publish(folder_store, known, shards)
     assert replace(known.manifest, documents=manifest.documents) == manifest
-    return place, manifest
+    return folder_store, manifest
 
 
 def test_a_set_is_the_same_while_it_grows(tmp_path: Path):
@@ -136,7 +136,7 @@ def test_other_sets_have_another_identity(tmp_path: Path):
     _, manifest = grown(tmp_path)
     others = [replace(manifest, recipe_hash="other"), replace(manifest, waves=(2, 3)),
               replace(manifest, tokenizer={**manifest.tokenizer, "eos": 2})]
-    assert len({growing.identity(each) for each in (manifest, *others)}) == 4
+    assert len({growing.identity(item) for item in (manifest, *others)}) == 4
     dealt = replace(manifest, waves=(1, 2, 0, 2))
     assert growing.identity(dealt) == growing.identity(manifest)  # known before the rows
     assert Growing.of(dealt).hashes[1:] != Growing.of(manifest).hashes[1:]

@@ -34,72 +34,74 @@ def test_all_kinds_of_faults_are_outlasted(server: ObjectServer, monkeypatch: py
     monkeypatch.setattr(streams, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(object_store, "READ_BYTES", 1 << 20)
     generator = random.Random(0)
-    place = store(server.create_bucket("faulty") + "/data")
+    bucket_store = store(server.create_bucket("faulty") + "/data")
     contents = {f"k{number}": generator.randbytes(10 ** generator.randint(0, 5)) for number in range(12)}
     contents["long"] = generator.randbytes((5 << 20) + 7)
     contents["even"] = generator.randbytes(3 << 20)  # a multiple of a part
     server.faults = Faults(0.2, 1, KINDS)
     for key, data in contents.items():
-        stamp = place.write(key, data)
-        assert place.read(key) == data
-        assert place.read(key, 3, 50) == data[3:53]
-        assert place.read(key, 0, 1 << 30) == data
-        assert place.verify(stamp) == ""
-    assert {entry.key: entry.bytes for entry in place.list()} == {key: len(data) for key, data in contents.items()}
+        stamp = bucket_store.write(key, data)
+        assert bucket_store.read(key) == data
+        assert bucket_store.read(key, 3, 50) == data[3:53]
+        assert bucket_store.read(key, 0, 1 << 30) == data
+        assert bucket_store.verify(stamp) == ""
+    sizes = {entry.key: entry.bytes for entry in bucket_store.list()}
+    assert sizes == {key: len(data) for key, data in contents.items()}
     with pytest.raises(FileNotFoundError):
-        place.read("nothing")
-    place.delete_tree("k1")
+        bucket_store.read("nothing")
+    bucket_store.delete_tree("k1")
     for key in contents:
-        place.delete(key)
-    assert list(place.list()) == []
+        bucket_store.delete(key)
+    assert list(bucket_store.list()) == []
     assert all(server.counts[kind] > 0 for kind in KINDS), server.counts
 
 
 def test_an_object_is_created_once_even_if_answers_are_lost(server: ObjectServer) -> None:
-    place = store(server.create_bucket("once"))
+    bucket_store = store(server.create_bucket("once"))
     server.faults = Faults(0.4, 0, ("reset_after",))
     for number in range(12):
-        assert place.create(f"k{number}", b"first")
-        assert not place.create(f"k{number}", b"second")
-        assert place.read(f"k{number}") == b"first"
+        assert bucket_store.create(f"k{number}", b"first")
+        assert not bucket_store.create(f"k{number}", b"second")
+        assert bucket_store.read(f"k{number}") == b"first"
     assert server.counts["reset_after"] > 0
 
 
 def test_an_upload_whose_last_answer_is_lost_is_published_once(server: ObjectServer,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PART_BYTES", 1 << 20)
-    place = store(server.create_bucket("twice"))
+    bucket_store = store(server.create_bucket("twice"))
     server.faults = Faults(0.5, 3, ("reset_after",))
     data = random.Random(0).randbytes((4 << 20) + 1)
     for number in range(4):
-        assert place.verify(place.write(f"long{number}", data)) == ""
+        assert bucket_store.verify(bucket_store.write(f"long{number}", data)) == ""
 
 
 def test_an_aborted_upload_leaves_the_object_as_it_was(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PART_BYTES", 1 << 20)
-    place = store(server.create_bucket("aborted"))
-    place.write("key", b"before")
-    with pytest.raises(KeyError), place.writer("key") as sink:  # noqa: PT012
+    bucket_store = store(server.create_bucket("aborted"))
+    bucket_store.write("key", b"before")
+    with pytest.raises(KeyError), bucket_store.writer("key") as sink:  # noqa: PT012
         sink.write(bytes(3 << 20))
         raise KeyError("the caller's own")
-    assert place.read("key") == b"before"
+    assert bucket_store.read("key") == b"before"
 
 
 def test_a_store_that_never_recovers_is_reported(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store.retry, "POLICY", RetryPolicy(request_seconds=60.0, budget_seconds=0.2))
-    place = store(server.create_bucket("broken"))
+    bucket_store = store(server.create_bucket("broken"))
     for kind in ("internal_error", "slow_down", "reset_before"):
         server.faults = Faults(1.0, 0, (kind,))
         with pytest.raises(StorageAwayError, match="object store failed") as error:
-            place.write("key", b"data")
+            bucket_store.write("key", b"data")
         assert error.value.fix
 
 
 def test_refused_access_says_which_credentials_are_used(server: ObjectServer) -> None:
-    place = store(server.create_bucket("private"))
+    bucket_store = store(server.create_bucket("private"))
     server.accept_all = False
-    for operation in (lambda: place.read("key"), lambda: place.write("key", b"1"), place.check, place.list,
-                      lambda: place.size("key")):
+    for operation in (lambda: bucket_store.read("key"), lambda: bucket_store.write("key", b"1"), bucket_store.check,
+                      bucket_store.list,
+                      lambda: bucket_store.size("key")):
         with pytest.raises(StorageError, match="access refused") as error:
             operation()
         assert not isinstance(error.value, StorageAwayError)

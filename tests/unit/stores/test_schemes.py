@@ -152,12 +152,12 @@ def test_conditional_creates_are_probed_once_for_all_prefixes_of_a_bucket(tmp_pa
 def test_google_and_azure_honour_conditional_creates(kind: type, package: str) -> None:
     pytest.importorskip(package)
     with kind() as server:
-        place: Store = store(server.create_bucket("conditions") + "/data")
-        assert creates_are_conditional(place)
-        assert place.create("key", b"first")
-        assert not place.create("key", b"second")
-        assert place.create("key", b"first")  # the same content counts as made by this call
-        assert place.read("key") == b"first"
+        bucket_store: Store = store(server.create_bucket("conditions") + "/data")
+        assert creates_are_conditional(bucket_store)
+        assert bucket_store.create("key", b"first")
+        assert not bucket_store.create("key", b"second")
+        assert bucket_store.create("key", b"first")  # the same content counts as made by this call
+        assert bucket_store.read("key") == b"first"
 
 
 def test_s3_stores_are_made_of_the_scheme() -> None:

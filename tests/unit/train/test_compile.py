@@ -24,14 +24,14 @@ def losses(model: Decoder, steps: int = 2) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     tokens = torch.arange(32).reshape(2, 16) % 24
     segments, positions = torch.zeros_like(tokens), torch.arange(16).expand(2, 16)
-    found = []
+    results = []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(tokens, positions, segments, next_tokens(tokens, segments))
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        results.append(loss.item())
+    return results
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

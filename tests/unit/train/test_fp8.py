@@ -41,9 +41,9 @@ def swapped(model: Llama, tensor: int = 1, **settings: object) -> set[str]:
     names = [name for name, _ in part.named_parameters()]
     fp8.convert_linears(part, Fp8Config(**settings), sharded=False, tensor=tensor)
     assert [name for name, _ in part.named_parameters()] == names
-    found = {name for name, module in part.named_modules() if type(module).__name__ == "Float8Linear"}
-    assert all(name.startswith("blocks.0.") for name in found), "the output projection stays bf16"
-    return {name.removeprefix("blocks.0.") for name in found}
+    results = {name for name, module in part.named_modules() if type(module).__name__ == "Float8Linear"}
+    assert all(name.startswith("blocks.0.") for name in results), "the output projection stays bf16"
+    return {name.removeprefix("blocks.0.") for name in results}
 
 
 @pytest.mark.parametrize("recipe", WORTHWHILE)

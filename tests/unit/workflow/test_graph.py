@@ -187,19 +187,19 @@ def test_the_plan_says_what_would_run_and_why(raw, monkeypatch):
     monkeypatch.setattr(PipelineKind, "intact", lambda self, place, artifact: True)
     out, records = str(raw / "out"), Records(str(raw / "out"))
     first = flow().plan(out, input=str(raw))
-    assert {each.why for each in first} == {"it is new"}
-    tokenizer, web = (next(each.node for each in first if each.node.name == name) for name in ("bpe", "web"))
+    assert {item.why for item in first} == {"it is new"}
+    tokenizer, web = (next(item.node for item in first if item.node.name == name) for name in ("bpe", "web"))
     folder = raw / "out/tokenizers" / tokenizer.id
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text("{}")
     records.publish(tokenizer, {}, {"hash": records.store.hash(f"tokenizers/{tokenizer.id}/tokenizer.json")}, 1.0)
     records.publish(web, {"tokenizer": tokenizer.key}, {"hash": "h"}, 30.0)
-    found = {each.node.name: each for each in flow(words=11).plan(out, input=str(raw))}
-    assert found["bpe"].state == "published"
-    assert found["web"].why == "changed: steps.0.filter.gopher_quality.min_words"
-    assert found["web"].seconds == 30
-    assert {each.node.name: each for each in flow().plan(out, input=str(raw))}["web"].state == "published"
+    results = {item.node.name: item for item in flow(words=11).plan(out, input=str(raw))}
+    assert results["bpe"].state == "published"
+    assert results["web"].why == "changed: steps.0.filter.gopher_quality.min_words"
+    assert results["web"].seconds == 30
+    assert {item.node.name: item for item in flow().plan(out, input=str(raw))}["web"].state == "published"
     (folder / "tokenizer.json").write_text("damaged")
-    damaged = {each.node.name: each for each in flow().plan(out, input=str(raw))}["bpe"]
+    damaged = {item.node.name: item for item in flow().plan(out, input=str(raw))}["bpe"]
     assert (damaged.state, damaged.why) == ("to run", "its output is gone or was changed")
-    assert {row["step"]: row["storage"] for row in rows(list(found.values()))}["small"] != "-"
+    assert {row["step"]: row["storage"] for row in rows(list(results.values()))}["small"] != "-"

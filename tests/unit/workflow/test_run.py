@@ -108,7 +108,7 @@ def test_every_kind_of_step_and_then_nothing(raw, tmp_path):
     assert begun == ["web"]  # what is gone is made again, with the same key: nothing behind it changes
     _, begun = run(tmp_path, raw, min_words=51)
     assert sorted(begun) == ["card", "first", "model", "score", "second", "web"]
-    stated = {each.node.name: each.why for each in flow(min_words=52).plan(str(tmp_path), input=str(raw))}
+    stated = {item.node.name: item.why for item in flow(min_words=52).plan(str(tmp_path), input=str(raw))}
     assert stated["web"] == "changed: steps.0.filter.gopher_quality.min_words"
     assert stated["first"] == "reads the new web"
     assert stated["bpe"] == stated["other"] == "nothing has changed"

@@ -155,8 +155,8 @@ def test_two_drivers_run_each_step_once(tmp_path):
     for thread in threads:
         thread.join(30)
     assert len(results) == 2
-    assert results[0].keys() == results[1].keys() == {each.name for each in nodes}
-    assert sorted(both[0].begun + both[1].begun) == sorted(each.name for each in nodes)
+    assert results[0].keys() == results[1].keys() == {item.name for item in nodes}
+    assert sorted(both[0].begun + both[1].begun) == sorted(item.name for item in nodes)
 
 
 def test_trainings_share_the_cluster_and_wait_for_their_least(tmp_path):

@@ -105,8 +105,8 @@ def test_training_reads_a_mixture():
     data = {"web": "s3://b/web", "code": "/code"}
     config = tw.Train({"data": {"mixture": {"domains": weights}}}, data=data).resolve()
     assert config.data.uri == ""
-    found = {name: (domain.shards, domain.weight) for name, domain in config.data.mixture.domains.items()}
-    assert found == {"web": ("s3://b/web/shards", 3), "code": ("/code/shards", 1)}
+    results = {name: (domain.shards, domain.weight) for name, domain in config.data.mixture.domains.items()}
+    assert results == {"web": ("s3://b/web/shards", 3), "code": ("/code/shards", 1)}
 
 
 def test_overlap_needs_waves_and_changes_no_key(tmp_path):

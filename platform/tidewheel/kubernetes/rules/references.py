@@ -65,7 +65,7 @@ def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         path = {"NetworkPolicy": ("spec", "podSelector"), "PodDisruptionBudget": ("spec", "selector"),
                 "PodMonitor": ("spec", "selector")}.get(manifest["kind"])
         roles = {label.get("tidewheel.io/role") for label in labels}
-        if path and not any(selects(get(manifest, *path, default={}), each) for each in labels) \
+        if path and not any(selects(get(manifest, *path, default={}), item) for item in labels) \
                 and not ("submitter" not in roles and _only_submitters(get(manifest, *path, default={}))):
             yield at(manifest, path, "selects no pod in the manifests", "use the labels of the intended pods")
         if manifest["kind"] == "PodDisruptionBudget":
@@ -80,7 +80,7 @@ def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                              f"no pod has a port {endpoint.get('port')!r}",
                              f"one of {', '.join(sorted(map(str, ports)))}")
         if manifest["kind"] == "Service" and get(manifest, "spec", "selector") and not any(
-                selects({"matchLabels": manifest["spec"]["selector"]}, each) for each in labels):
+                selects({"matchLabels": manifest["spec"]["selector"]}, item) for item in labels):
             yield at(manifest, ("spec", "selector"), "selects no pod in the manifests", "use the labels of its pods")
     for pod in pods:
         for where, value in walk(get(pod.spec, "topologySpreadConstraints", default=[])):

@@ -32,7 +32,7 @@ def part(step: int, rank: int) -> dict[str, Any]:
 def whole(step: int, world_size: int) -> dict[str, Any]:
     """The parts of all ranks."""
     parts = [part(step, rank) for rank in range(world_size)]
-    return {group: {name: tensor for each in parts for name, tensor in each[group].items()} for group in parts[0]}
+    return {group: {name: tensor for item in parts for name, tensor in item[group].items()} for group in parts[0]}
 
 
 def _agent(address: Any, run: str) -> None:

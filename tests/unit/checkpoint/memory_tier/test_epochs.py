@@ -42,8 +42,8 @@ def keep(tier: MemoryTier, *steps: int) -> None:
 
 
 def offered(agents: list[Agent]) -> list[tuple[int, int]]:
-    found = candidates(inventory([agent.address for agent in agents], TOKEN))
-    return [(one.generation, one.step) for one in found]
+    result = candidates(inventory([agent.address for agent in agents], TOKEN))
+    return [(one.generation, one.step) for one in result]
 
 
 def test_the_new_epochs_steps_are_offered_first_although_it_counts_from_zero(agents):

@@ -17,9 +17,9 @@ ROUNDS = 9
 
 @pytest.fixture(scope="module")
 def agents() -> Iterator[list[AgentProcess]]:
-    found = [AgentProcess.start() for _ in range(2)]
-    yield found
-    for agent in found:
+    results = [AgentProcess.start() for _ in range(2)]
+    yield results
+    for agent in results:
         agent.kill()
     sweep()
     wait_for_folders(0)
@@ -37,10 +37,10 @@ def found_at_least(agents: list[AgentProcess], generation: int, step: int) -> Re
     """What is in memory, once the agents have done what the workers had handed over."""
     until = time.monotonic() + 20
     while True:
-        found = newest_complete(inventory([agent.address for agent in agents], TOKEN))
-        if found is not None and (found.generation, found.step) >= (generation, step):
-            return found
-        assert time.monotonic() < until, f"{found} is not of generation {generation}, step {step}"
+        result = newest_complete(inventory([agent.address for agent in agents], TOKEN))
+        if result is not None and (result.generation, result.step) >= (generation, step):
+            return result
+        assert time.monotonic() < until, f"{result} is not of generation {generation}, step {step}"
         time.sleep(0.02)
 
 
@@ -61,14 +61,14 @@ def test_whoever_is_killed_the_newest_whole_step_comes_back(agents):
         time.sleep(generator.random() * 0.02)
         trainers[1 - victim].kill()
         kept = min(trainer.done.value for trainer in trainers)
-        found = found_at_least([agents[1 - victim]] if node else agents, generation, kept - node)
-        assert found.world_size == 2
+        result = found_at_least([agents[1 - victim]] if node else agents, generation, kept - node)
+        assert result.world_size == 2
         state = whole(-1, 2)
         clear(state)
         own_agent = agents[1 - victim].address if generator.random() < 0.5 else None
-        assert load(found, state, own_agent=own_agent) == {"step": found.step}
-        assert equal(state, whole(found.step, 2))
-        step = found.step
+        assert load(result, state, own_agent=own_agent) == {"step": result.step}
+        assert equal(state, whole(result.step, 2))
+        step = result.step
         if node:
             agents[victim] = AgentProcess.start()
             wait_for_folders(2)  # it deletes what the dead one left on the same machine

@@ -76,10 +76,10 @@ def test_a_drain_does_not_wait_for_the_upload_and_the_next_generation_makes_up_f
 def test_a_save_that_is_due_at_the_same_step_is_made_by_the_next_generation(tmp_path, agents):
     write_shards(tmp_path / "shards")
     settings = config(tmp_path, "due", "data.validation=''", "checkpoint.every_steps=4")
-    place = store(Path(settings.run_uri) / "checkpoints")
+    run_store = store(Path(settings.run_uri) / "checkpoints")
     saved: list[list[int]] = []
     for generation, control in enumerate((Script(leave=4), Script(die=7))):
-        both = tiers(place, agents, generation, Events())
+        both = tiers(run_store, agents, generation, Events())
         with pytest.raises(Replaced):
             train(settings, Runtime(generation=generation, checkpoints=both, control=control))
         both.wait()
@@ -91,10 +91,10 @@ def test_a_save_that_is_due_at_the_same_step_is_made_by_the_next_generation(tmp_
 def test_a_drain_copies_the_step_to_memory_when_no_copy_is_due(tmp_path, agents):
     write_shards(tmp_path / "shards")
     settings = config(tmp_path, "seldom", "data.validation=''", "checkpoint.every_steps=100")
-    place = store(Path(settings.run_uri) / "checkpoints")
+    run_store = store(Path(settings.run_uri) / "checkpoints")
     resumed: list[tuple[int, int, str]] = []
     for generation, control in enumerate((Script(leave=5), Script())):
-        both = tiers(place, agents, generation, Events(), every_steps=1000)
+        both = tiers(run_store, agents, generation, Events(), every_steps=1000)
         with contextlib.suppress(Replaced):
             train(settings, Runtime(generation=generation, checkpoints=both, control=control))
         both.wait()
@@ -102,7 +102,7 @@ def test_a_drain_copies_the_step_to_memory_when_no_copy_is_due(tmp_path, agents)
         resumed += [(detail["step"], detail["redo"], detail["tier"]) for kind, detail in control.events
                     if kind == "resume"]
     assert resumed == [(5, 0, "memory")]
-    assert steps(place) == [8], "the drain has saved nothing to storage"
+    assert steps(run_store) == [8], "the drain has saved nothing to storage"
 
 
 def test_what_memory_does_not_hold_is_waited_for(tmp_path, agents):

@@ -27,9 +27,9 @@ TOKEN = "secret"
 @pytest.fixture
 def agents() -> Iterator[list[Agent]]:
     """Two, as of two nodes."""
-    found = [Agent("127.0.0.1", TOKEN, "test") for _ in range(2)]
-    yield found
-    for agent in found:
+    results = [Agent("127.0.0.1", TOKEN, "test") for _ in range(2)]
+    yield results
+    for agent in results:
         agent.stop()
 
 
@@ -118,10 +118,10 @@ def test_a_damaged_part_is_found_and_the_copy_is_taken(agents, at):
     assert load(newest(*agents), filled, own_agent=agents[0].address) == {"step": 1}
     assert equal(filled, state(1))
     flip(agents[1], "copy", at)
-    found = newest(*agents)
-    if found is not None:  # a header that is damaged is no part any more
+    newest_checkpoint = newest(*agents)
+    if newest_checkpoint is not None:  # a header that is damaged is no part any more
         with pytest.raises(CheckpointError, match=r"the part of rank 0 is lost .*damaged.*damaged"):
-            load(found, state(99), own_agent=agents[0].address)
+            load(newest_checkpoint, state(99), own_agent=agents[0].address)
     worker.close()
 
 

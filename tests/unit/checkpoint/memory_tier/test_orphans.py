@@ -45,8 +45,8 @@ class Cluster:
         return tier
 
     def held(self) -> list[tuple[int, int]]:
-        found = inventory([agent.address for agent in self.agents], TOKEN)
-        return sorted((one.generation, one.step) for one in candidates(found))
+        parts = inventory([agent.address for agent in self.agents], TOKEN)
+        return sorted((one.generation, one.step) for one in candidates(parts))
 
     def slots(self) -> int:
         """Files of shared memory that exist."""
@@ -189,8 +189,8 @@ def test_an_upload_stops_when_a_newer_generation_asks_what_there_is(cluster, mon
 def test_what_is_being_loaded_is_not_taken_away(cluster, monkeypatch):
     looks = Looks(cluster, monkeypatch)
     cluster.keep(1, 2).close()
-    found = candidates(inventory([agent.address for agent in cluster.agents], TOKEN, generation=1))[0]
-    reader = PartReader(found.copies[0], TOKEN, None)
+    result = candidates(inventory([agent.address for agent in cluster.agents], TOKEN, generation=1))[0]
+    reader = PartReader(result.copies[0], TOKEN, None)
     reader.describe()
     looks.wait(3)  # a second apart: much longer than `upload_seconds`
     assert cluster.held() == [(0, 1), (0, 2)]

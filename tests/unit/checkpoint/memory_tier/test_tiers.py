@@ -29,15 +29,15 @@ TOKEN = "secret"
 
 @pytest.fixture
 def agents() -> Iterator[list[Agent]]:
-    found = [Agent("127.0.0.1", TOKEN, "tiers") for _ in range(2)]
-    yield found
-    for agent in found:
+    results = [Agent("127.0.0.1", TOKEN, "tiers") for _ in range(2)]
+    yield results
+    for agent in results:
         agent.stop()
 
 
 def tiers(folder: Path, addresses: list[Address], rank: int, world_size: int, generation: int, events: Events,
           **options) -> TieredCheckpoints:
-    placement = Placement(tuple(addresses[each % len(addresses)] for each in range(world_size)), tuple(addresses),
+    placement = Placement(tuple(addresses[item % len(addresses)] for item in range(world_size)), tuple(addresses),
                           TOKEN)
     return TieredCheckpoints(manager(store(folder), events), placement, rank=rank, world_size=world_size,
                              generation=generation, on_event=events, **options)
@@ -126,7 +126,7 @@ def test_agents_upload_what_a_lost_run_has_left(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     on_ranks(2, keep_newest, folder, [agent.address for agent in both])
     until = time.monotonic() + 30
-    while not (found := list_checkpoints(store(folder))) or not found[-1].complete:
+    while not (checkpoints := list_checkpoints(store(folder))) or not checkpoints[-1].complete:
         assert time.monotonic() < until
         time.sleep(0.1)
     while not all(agent.stopped.is_set() for agent in both):  # each has decided whether it uploads

@@ -34,8 +34,8 @@ def slow_counts(document: str, config: FineWeb) -> list[int]:
     short_line=0, terminal_punctuation="。…"), FineWeb()]))
 @settings(max_examples=300, deadline=None)
 def test_counts_match_the_oracle(documents: list[str], config: FineWeb):
-    found = textpass.measure(documents, config.measures()).line_counts
-    for document, row in zip(documents, found.tolist(), strict=True):
+    result = textpass.measure(documents, config.measures()).line_counts
+    for document, row in zip(documents, result.tolist(), strict=True):
         expected = slow_counts(document, config)
         assert dict(zip(LINE_COUNTS, row, strict=True)) == dict(zip(LINE_COUNTS, expected, strict=True))
     _, statistics = judged(documents, config)

@@ -63,13 +63,13 @@ def slow_chunk(chunk: str) -> list[str]:
     size = -1
     while chunk and len(chunk) != size and chunk not in specials:
         size = len(chunk)
-        found = PREFIX.match(chunk)
-        prefix = found.group() if found else ""
+        result = PREFIX.match(chunk)
+        prefix = result.group() if result else ""
         if prefix and chunk[len(prefix) :] in specials:
             before, chunk = [*before, prefix], chunk[len(prefix) :]
             break
-        found = SUFFIX.search(chunk[len(prefix) :])
-        suffix = found.group() if found else ""
+        result = SUFFIX.search(chunk[len(prefix) :])
+        suffix = result.group() if result else ""
         if suffix and chunk[: -len(suffix)] in specials:
             behind, chunk = [suffix, *behind], chunk[: -len(suffix)]
             break
@@ -79,7 +79,7 @@ def slow_chunk(chunk: str) -> list[str]:
     if chunk in specials:
         inner = list(specials[chunk])
     else:
-        cuts = [found.span() for found in INFIX.finditer(chunk) if found.start() > 0]
+        cuts = [result.span() for result in INFIX.finditer(chunk) if result.start() > 0]
         if not cuts or ADDRESS.fullmatch(chunk):
             inner = [chunk]
         else:
@@ -91,17 +91,17 @@ def slow_chunk(chunk: str) -> list[str]:
 def slow_join(tokens: list[str]) -> list[str]:
     joined: list[str] = []
     pairs = token_table.special_words()
-    place = 0
-    while place < len(tokens):
-        pair = tokens[place : place + 2]
+    position = 0
+    while position < len(tokens):
+        pair = tokens[position : position + 2]
         both = "".join(pair)
         if len(pair) == 2 and len(both) == 2 and both.isascii() and both in pairs and any(
                 unicodedata.category(character)[0] == "P" for character in both):
             joined.append(both)
-            place += 2
+            position += 2
         else:
-            joined.append(tokens[place])
-            place += 1
+            joined.append(tokens[position])
+            position += 1
     return joined
 
 
@@ -124,8 +124,8 @@ def slow_counts(document: str) -> list[int]:
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_counts_match_the_oracle(documents: list[str]):
-    found = textpass.measure(documents, Measures(token_counts=True)).token_counts
-    for document, row in zip(documents, found.tolist(), strict=True):
+    result = textpass.measure(documents, Measures(token_counts=True)).token_counts
+    for document, row in zip(documents, result.tolist(), strict=True):
         assert dict(zip(TOKEN_COUNTS, row, strict=True)) == dict(zip(TOKEN_COUNTS, slow_counts(document), strict=True))
 
 

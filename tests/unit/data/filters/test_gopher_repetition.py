@@ -42,8 +42,8 @@ def slow_counts(document: str) -> list[int]:
         counts += [len(parts), len(repeats(parts)), sum(map(len, repeats(parts)))]
     words = [token for token, _ in slow_tokens(document)]
     for n in TOP:
-        found = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
-        ngram, times = max(found.items(), key=lambda item: item[1], default=((), 0))  # max gives the first seen
+        result = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+        ngram, times = max(result.items(), key=lambda item: item[1], default=((), 0))  # max gives the first seen
         counts.append(len(" ".join(ngram)) * times)
     for n in DUPLICATE:
         seen: set[tuple[str, ...]] = set()
@@ -64,8 +64,8 @@ def slow_counts(document: str) -> list[int]:
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
 def test_counts_match_the_oracle(documents: list[str]):
-    found = textpass.measure(documents, Measures(repetition=True)).repetition
-    for document, row in zip(documents, found.tolist(), strict=True):
+    result = textpass.measure(documents, Measures(repetition=True)).repetition
+    for document, row in zip(documents, result.tolist(), strict=True):
         assert dict(zip(REPETITION, row, strict=True)) == dict(zip(REPETITION, slow_counts(document), strict=True))
 
 
@@ -78,12 +78,12 @@ def test_longer_documents_match_the_oracle_across_chunks():
         lines = [" ".join(chosen.choices(vocabulary, k=chosen.randint(1, 20))) for _ in range(60)]
         documents.append("\n".join([*lines, phrase, *lines[:5], "", phrase + " and more", *chosen.choices(lines, k=9)]))
     documents.insert(5, ("é" * 500 + " ") * 1500)  # a chunk of its own
-    found = textpass.measure(documents, Measures(repetition=True)).repetition.tolist()
+    result = textpass.measure(documents, Measures(repetition=True)).repetition.tolist()
     for place in range(len(documents)):
         if place != 5:
-            assert found[place] == slow_counts(documents[place])
-    assert found[5][0] == 501 * 1500
-    assert found[5][7] == 1001 * 1499  # the pair
+            assert result[place] == slow_counts(documents[place])
+    assert result[5][0] == 501 * 1500
+    assert result[5][7] == 1001 * 1499  # the pair
 
 
 WORDS = [f"{first}{second}{third}" for first in "bcdfg" for second in "aeiou" for third in "klmnprst"]

@@ -21,8 +21,8 @@ def by_search(texts, entries):
     """Occurrences and words, by comparing normalised words one by one."""
     found, total = [], []
     wanted = {tuple(text.normalise([entry], keep_digits=True)[0].as_py().split()) for entry in entries} - {()}
-    for each in texts:
-        parts = text.normalise([each], keep_digits=True)[0].as_py().split()
+    for item in texts:
+        parts = text.normalise([item], keep_digits=True)[0].as_py().split()
         total.append(len(parts))
         found.append(sum(tuple(parts[place : place + len(entry)]) == entry
                          for entry in wanted for place in range(len(parts) - len(entry) + 1)))

@@ -36,14 +36,14 @@ def turns(*pairs: tuple[str, str]) -> list[dict]:
 
 def test_sharegpt_speakers_become_roles(tmp_path):
     chat = turns(("system", "be brief"), ("human", "ask"), ("gpt", "tell"), ("observation", "42"), ("gpt", "so"))
-    roles = [(each["role"], each["content"]) for each in messages(read(tmp_path, {"conversations": chat}))]
+    roles = [(item["role"], item["content"]) for item in messages(read(tmp_path, {"conversations": chat}))]
     assert roles == [("system", "be brief"), ("user", "ask"), ("assistant", "tell"), ("tool", "42"),
                      ("assistant", "so")]
-    found = read(tmp_path, {"talk": chat[1:3], "sys": "be kind"}, conversations="talk", system="sys")
-    assert messages(found) == [{"role": "system", "content": "be kind"}, USER, BOT]
-    assert "sys" not in json.loads(found.meta)
-    found = read(tmp_path, {"conversations": chat, "system": "unused"})
-    assert messages(found)[0]["content"] == "be brief"
+    result = read(tmp_path, {"talk": chat[1:3], "sys": "be kind"}, conversations="talk", system="sys")
+    assert messages(result) == [{"role": "system", "content": "be kind"}, USER, BOT]
+    assert "sys" not in json.loads(result.meta)
+    result = read(tmp_path, {"conversations": chat, "system": "unused"})
+    assert messages(result)[0]["content"] == "be brief"
 
 
 def test_sharegpt_may_stand_under_messages_or_as_json_text_and_messages_go_first(tmp_path):
@@ -55,15 +55,15 @@ def test_sharegpt_may_stand_under_messages_or_as_json_text_and_messages_go_first
 
 def test_a_sharegpt_function_call_is_a_tool_call(tmp_path):
     chat = turns(("human", "ask"), ("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "3"))
-    found = read(tmp_path, {"conversations": chat})
-    assert messages(found)[1] == {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    assert found.text == 'ask\n\n{"arguments": {"a": 1}, "name": "add"}\n\n3'
+    result = read(tmp_path, {"conversations": chat})
+    assert messages(result)[1] == {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    assert result.text == 'ask\n\n{"arguments": {"a": 1}, "name": "add"}\n\n3'
 
 
 @pytest.mark.parametrize("given", [{}, {"input": ""}, {"input": None}, {"input": " \n"}])
 def test_alpaca_without_input(tmp_path, given):
-    found = read(tmp_path, {"instruction": "Add {x}.", "output": "3", **given})
-    assert messages(found) == [{"role": "user", "content": (
+    result = read(tmp_path, {"instruction": "Add {x}.", "output": "3", **given})
+    assert messages(result) == [{"role": "user", "content": (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd {x}.\n\n### Response:")}, {"role": "assistant", "content": "3"}]
     plain = read(tmp_path, {"instruction": "Add {x}.", "output": "3", **given}, alpaca_prompt="plain")
@@ -72,12 +72,12 @@ def test_alpaca_without_input(tmp_path, given):
 
 def test_alpaca_with_input(tmp_path):
     values = {"instruction": "Add.", "input": "1 {2}", "output": "3", "system": "be exact", "id": "x"}
-    found = read(tmp_path, values)
-    assert [each["content"] for each in messages(found)] == ["be exact", (
+    result = read(tmp_path, values)
+    assert [item["content"] for item in messages(result)] == ["be exact", (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
         "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 {2}\n\n"
         "### Response:"), "3"]
-    assert set(json.loads(found.meta)) == {"messages", "_file", "_line", "_offset"}
+    assert set(json.loads(result.meta)) == {"messages", "_file", "_line", "_offset"}
     assert messages(read(tmp_path, values, alpaca_prompt="plain"))[1]["content"] == "Add.\n\n1 {2}"
 
 
@@ -85,8 +85,8 @@ def test_alpaca_in_a_table(tmp_path):
     (tmp_path / "a.csv").write_text("instruction,input,output\nAdd.,,3\nAdd.,1 2,3\n")
     config = ReadConfig(paths=("*",), kind="chat", alpaca_prompt="plain")
     assert shape_of(store(tmp_path), "a.csv", config).problem == ""
-    found = [messages(each)[0]["content"] for each in read_records(store(tmp_path), "a.csv", config)]
-    assert found == ["Add.", "Add.\n\n1 2"]
+    results = [messages(item)[0]["content"] for item in read_records(store(tmp_path), "a.csv", config)]
+    assert results == ["Add.", "Add.\n\n1 2"]
 
 
 def test_text_parts_are_one_text(tmp_path):
@@ -98,10 +98,10 @@ def test_arguments_as_json_text_become_an_object_and_tools_are_kept(tmp_path):
     written = {"role": "assistant", "content": None, "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]}
     for tools in ([TOOL], json.dumps([TOOL])):
-        found = read(tmp_path, {"messages": [USER, written, {"role": "tool", "content": "2"}, BOT], "tools": tools})
-        assert messages(found)[1] == {"role": "assistant", "tool_calls": [
+        result = read(tmp_path, {"messages": [USER, written, {"role": "tool", "content": "2"}, BOT], "tools": tools})
+        assert messages(result)[1] == {"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
-        assert json.loads(found.meta)["tools"] == [TOOL]
+        assert json.loads(result.meta)["tools"] == [TOOL]
     assert "tools" not in json.loads(read(tmp_path, {"messages": [USER, BOT], "tools": []}).meta)
 
 
@@ -122,10 +122,10 @@ def test_conversations_that_differ_in_a_call_alone_have_other_ids(tmp_path):
 
 def test_weights_are_kept_as_numbers(tmp_path):
     messages_ = [{**USER, "weight": 0}, {**BOT, "weight": 0.0}, {**USER, "weight": None}, {**BOT, "weight": 1.0}, BOT]
-    assert [each.get("weight") for each in messages(read(tmp_path, {"messages": messages_}))] == [0, 0, None, 1, None]
-    found = read(tmp_path, {"prompt": [{**USER, "weight": 0}], "chosen": [{**BOT, "weight": 1}], "rejected": "no"},
+    assert [item.get("weight") for item in messages(read(tmp_path, {"messages": messages_}))] == [0, 0, None, 1, None]
+    result = read(tmp_path, {"prompt": [{**USER, "weight": 0}], "chosen": [{**BOT, "weight": 1}], "rejected": "no"},
                  kind="preferences")
-    assert pair_of(json.loads(found.meta))[:2] == ([USER], [BOT])
+    assert pair_of(json.loads(result.meta))[:2] == ([USER], [BOT])
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
@@ -162,15 +162,15 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     ({"messages": [USER, {**BOT, "weight": 0}]}, "no_assistant_turn", "weight 0"),
 ])
 def test_unusable_records_have_a_reason_and_detail(tmp_path, values, reason, detail):
-    found = read(tmp_path, values)
-    assert isinstance(found, Bad)
-    assert (found.reason, detail in found.detail) == (reason, True), found.detail
+    result = read(tmp_path, values)
+    assert isinstance(result, Bad)
+    assert (result.reason, detail in result.detail) == (reason, True), result.detail
     assert reason in REASONS
 
 
 def test_an_answer_without_weight_is_no_preference(tmp_path):
-    found = read(tmp_path, {"prompt": "ask", "chosen": [{**BOT, "weight": 0}], "rejected": "no"}, kind="preferences")
-    assert (found.reason, "as a whole" in found.detail) == ("invalid_weight", True)
+    result = read(tmp_path, {"prompt": "ask", "chosen": [{**BOT, "weight": 0}], "rejected": "no"}, kind="preferences")
+    assert (result.reason, "as a whole" in result.detail) == ("invalid_weight", True)
 
 
 def test_columns_give_the_same_documents_as_json(tmp_path):
@@ -182,9 +182,9 @@ def test_columns_give_the_same_documents_as_json(tmp_path):
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "t.parquet")
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = ReadConfig(paths=("*",), kind="chat")
-    read_as = [[(each.reason if isinstance(each, Bad) else (each.id, each.text, json.loads(each.meta)["messages"],
-                                                            json.loads(each.meta).get("tools")))
-                for each in read_records(store(tmp_path), name, config)] for name in ("t.parquet", "t.jsonl")]
+    read_as = [[(item.reason if isinstance(item, Bad) else (item.id, item.text, json.loads(item.meta)["messages"],
+                                                            json.loads(item.meta).get("tools")))
+                for item in read_records(store(tmp_path), name, config)] for name in ("t.parquet", "t.jsonl")]
     assert read_as[0] == read_as[1]
     assert read_as[0][1][2][1]["tool_calls"][0]["function"]["arguments"] == {"b": 2}
     assert read_as[0][2] == "missing_messages"

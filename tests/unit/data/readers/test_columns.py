@@ -40,8 +40,8 @@ def read(folder, name, span=None, **settings):
 def test_rows_round_trip(tmp_path, kind, string):
     texts = [f"Ünï {number}" for number in range(2500)]
     table = pa.table({"body": pa.array(texts).cast(string), "id": list(range(2500)), "other": texts})
-    found = read(tmp_path, write(tmp_path, kind, table))
-    assert [(each.id, each.text, each.line) for each in found] == [
+    result = read(tmp_path, write(tmp_path, kind, table))
+    assert [(item.id, item.text, item.line) for item in result] == [
         (str(number), text, number + 1) for number, text in enumerate(texts)]
 
 
@@ -49,10 +49,10 @@ def test_rows_round_trip(tmp_path, kind, string):
 def test_a_bad_value_affects_only_its_row(tmp_path, kind):
     raw = pa.array([b"good", None, b"caf\xe9", b" ", b"a\x00b", b"x" * 50, b"last"])
     body = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
-    found = read(tmp_path, write(tmp_path, kind, pa.table({"body": body})), max_record_bytes=20)
-    assert [each.reason if isinstance(each, Bad) else each.text for each in found] == [
+    result = read(tmp_path, write(tmp_path, kind, pa.table({"body": body})), max_record_bytes=20)
+    assert [item.reason if isinstance(item, Bad) else item.text for item in result] == [
         "good", "missing_text", "wrong_encoding", "empty_text", "null_bytes", "record_too_long", "last"]
-    assert [each.line for each in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [item.line for item in result] == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,8 +61,8 @@ def test_a_bad_value_affects_only_its_row(tmp_path, kind):
     ({"body": [["a"], ["b"]]}, "text_not_string"), ({"text": ["a", "b"]}, "missing_text"),
     ({"body": ["a", "b"], "id": [1.5, 2.5]}, "invalid_id"), ({"body": ["a", "b"], "source": [1, 2]}, "invalid_source")])
 def test_columns_of_the_wrong_type(tmp_path, kind, column, reason):
-    found = read(tmp_path, write(tmp_path, kind, pa.table(column)))
-    assert [each.reason for each in found if isinstance(each, Bad)] == [reason] * 2
+    result = read(tmp_path, write(tmp_path, kind, pa.table(column)))
+    assert [item.reason for item in result if isinstance(item, Bad)] == [reason] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +73,7 @@ def test_a_file_that_is_cut_off_is_unreadable(tmp_path, kind):
         (tmp_path / name).write_bytes(data[:size])
         if kind == "stream" and size > 1000:  # a stream has no table of contents: what came is kept
             *good, last = read(tmp_path, name)
-            assert [each.text for each in good] == [f"text {number}" for number in range(1800)]
+            assert [item.text for item in good] == [f"text {number}" for number in range(1800)]
             assert (last.reason, last.offset) == ("damaged_rows", 1800)
         else:
             with pytest.raises(UnreadableFile):
@@ -93,8 +93,8 @@ def test_other_scalar_columns_are_carried_along(tmp_path, kind):
         "body": ["a", "b"], "url": ["u", None], "lang": ["de", "en"], "score": [0.5, float("nan")], "n": [1, None],
         "flag": [True, False], "day": pa.array([0, 1], pa.date32()), "at": pa.array([0, 1], pa.timestamp("ns", "UTC")),
         "price": pa.array([Decimal("1.00"), Decimal("2.00")]), "raw": [b"x", b"y"], "list": [[1], [2]]})
-    found = read(tmp_path, write(tmp_path, kind, table), language="lang")
-    meta = [json.loads(each.meta) for each in found]
+    result = read(tmp_path, write(tmp_path, kind, table), language="lang")
+    meta = [json.loads(item.meta) for item in result]
     assert meta[0].pop("at").startswith("1970-01-01 00:00:00")
     assert meta[1].pop("at").startswith("1970-01-01 00:00:00.000000001")
     name = meta[0]["_file"]
@@ -122,16 +122,16 @@ def test_a_damaged_row_group_affects_no_other(tmp_path):
     group = pq.ParquetFile(tmp_path / name).metadata.row_group(1).column(0)
     data[group.data_page_offset + group.total_compressed_size // 2] ^= 1
     (tmp_path / name).write_bytes(data)
-    found = read(tmp_path, name)
-    bad = [each for each in found if isinstance(each, Bad)]
-    assert [(each.reason, each.offset, each.records) for each in bad] == [("damaged_rows", 700, 700)]
-    assert [each.text for each in found if not isinstance(each, Bad)] == texts[:700] + texts[1400:]
-    assert found == [each for span in [(0, 1), (1, 2), (2, 3)] for each in read(tmp_path, name, span)]
+    result = read(tmp_path, name)
+    bad = [item for item in result if isinstance(item, Bad)]
+    assert [(item.reason, item.offset, item.records) for item in bad] == [("damaged_rows", 700, 700)]
+    assert [item.text for item in result if not isinstance(item, Bad)] == texts[:700] + texts[1400:]
+    assert result == [each for span in [(0, 1), (1, 2), (2, 3)] for each in read(tmp_path, name, span)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chats_are_read_from_nested_columns(tmp_path, kind):
     messages = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]]
-    found = read(tmp_path, write(tmp_path, kind, pa.table({"messages": messages})), kind="chat")
-    assert "hello" in found[0].text
-    assert json.loads(found[0].meta)["messages"] == messages[0]
+    result = read(tmp_path, write(tmp_path, kind, pa.table({"messages": messages})), kind="chat")
+    assert "hello" in result[0].text
+    assert json.loads(result[0].meta)["messages"] == messages[0]

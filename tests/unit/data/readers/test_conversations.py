@@ -30,12 +30,12 @@ def read(folder, values, config) -> Record | Bad:
 @pytest.mark.parametrize("values", [
     {"messages": [USER, BOT]}, {"prompt": "ask", "completion": "tell"}, {"prompt": [USER], "completion": [BOT]}])
 def test_a_conversation(tmp_path, values):
-    found = read(tmp_path, {"id": "x", "license": "MIT", **values}, CHAT)
-    assert (found.id, found.text) == ("x", "ask\n\ntell")
-    meta = json.loads(found.meta)
+    result = read(tmp_path, {"id": "x", "license": "MIT", **values}, CHAT)
+    assert (result.id, result.text) == ("x", "ask\n\ntell")
+    meta = json.loads(result.meta)
     assert meta["messages"] == [USER, BOT]
     assert meta["license"] == "MIT"
-    assert text_of(meta["messages"]) == found.text
+    assert text_of(meta["messages"]) == result.text
 
 
 def test_tool_calls_need_no_content(tmp_path):
@@ -59,9 +59,9 @@ def test_tool_calls_need_no_content(tmp_path):
     ({"messages": [{"role": "user", "content": "a\x00"}, BOT]}, "null_bytes"),
 ])
 def test_bad_conversations(tmp_path, values, reason):
-    found = read(tmp_path, {"id": "x", **values}, CHAT)
-    assert isinstance(found, Bad)
-    assert found.reason == reason
+    result = read(tmp_path, {"id": "x", **values}, CHAT)
+    assert isinstance(result, Bad)
+    assert result.reason == reason
     assert reason in REASONS
 
 
@@ -70,9 +70,9 @@ def test_bad_conversations(tmp_path, values, reason):
     {"prompt": "ask", "chosen": "tell", "rejected": "no"},
     {"chosen": [USER, BOT], "rejected": [USER, {**BOT, "content": "no"}]}])
 def test_a_pair(tmp_path, values):
-    found = read(tmp_path, values, PAIRS)
-    assert found.text == "ask\n\ntell\n\nno"
-    assert pair_of(json.loads(found.meta)) == ([USER], [BOT], [{**BOT, "content": "no"}])
+    result = read(tmp_path, values, PAIRS)
+    assert result.text == "ask\n\ntell\n\nno"
+    assert pair_of(json.loads(result.meta)) == ([USER], [BOT], [{**BOT, "content": "no"}])
 
 
 @pytest.mark.parametrize(("values", "reason"), [
@@ -84,9 +84,9 @@ def test_a_pair(tmp_path, values):
     ({"prompt": 7, "chosen": "b", "rejected": "c"}, "invalid_messages"),
 ])
 def test_bad_pairs(tmp_path, values, reason):
-    found = read(tmp_path, values, PAIRS)
-    assert isinstance(found, Bad)
-    assert found.reason == reason
+    result = read(tmp_path, values, PAIRS)
+    assert isinstance(result, Bad)
+    assert result.reason == reason
 
 
 @pytest.mark.parametrize(("steps", "message"), [
@@ -123,7 +123,7 @@ def test_columns_give_the_same_documents_as_json(tmp_path, ending):
             sink.write_table(table)
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     read_as = [list(read_records(store(tmp_path), name, CHAT)) for name in (f"t.{ending}", "t.jsonl")]
-    assert [[each.reason if isinstance(each, Bad) else (each.id, each.text, json.loads(each.meta)["messages"])
-             for each in found] for found in read_as] == [[
+    assert [[item.reason if isinstance(item, Bad) else (item.id, item.text, json.loads(item.meta)["messages"])
+             for item in found] for found in read_as] == [[
         ("a", "ask\n\ntell", [USER, BOT]),
         ("b", "ask\n\ntell", [{**USER, "name": "me"}, {**BOT, "weight": 1}]), "no_assistant_turn"]] * 2

@@ -39,9 +39,9 @@ WORDS = "<p>The harbour of the old town was rebuilt after the storm, and its wal
 def test_a_page_over_a_limit_goes_to_quarantine(tmp_path, body):
     begin = time.process_time()
     html = f"<html><body><article>{body}{WORDS}</article></body></html>"
-    found = read(tmp_path, block("response", http(html.encode())) + response(2))
-    assert ids(found) == ["page_too_complex", "urn:uuid:0002"]
-    assert "more than" in found[0].detail
+    result = read(tmp_path, block("response", http(html.encode())) + response(2))
+    assert ids(result) == ["page_too_complex", "urn:uuid:0002"]
+    assert "more than" in result[0].detail
     assert time.process_time() - begin < 5
 
 
@@ -136,8 +136,8 @@ def test_packed_pages_are_bounded(tmp_path, encoding, pack):
     cut = pack(os.urandom(250_000).hex().encode())
     cut = http(cut[: len(cut) * 3 // 4], more=more)
     plain = http(page(2).encode(), more=more)  # some archives unpack the page and keep the header
-    found = read(tmp_path, b"".join(block("response", content, number)
+    result = read(tmp_path, b"".join(block("response", content, number)
                                     for number, content in enumerate((bomb, cut, plain))), max_record_bytes=1_000_000)
-    assert ids(found) == ["no_main_text", "no_main_text", "urn:uuid:0002"]
-    assert "unpacked it has more than 1000000 bytes" in found[0].detail
-    assert "cut off" in found[1].detail
+    assert ids(result) == ["no_main_text", "no_main_text", "urn:uuid:0002"]
+    assert "unpacked it has more than 1000000 bytes" in result[0].detail
+    assert "cut off" in result[1].detail

@@ -50,24 +50,24 @@ def lines(*values):
 def test_records_round_trip(tmp_path, ending):
     values = [{"id": f"d{number}", "text": f"Ünï {number}\n" * (number % 50 + 1), "source": "s", "lang": "de"}
               for number in range(3000)]
-    found = read(tmp_path, PACK[ending](lines(*values)), ending)
-    assert [(each.id, each.text, each.source) for each in found] == [
+    result = read(tmp_path, PACK[ending](lines(*values)), ending)
+    assert [(item.id, item.text, item.source) for item in result] == [
         (value["id"], value["text"], value["source"]) for value in values]
-    meta = json.loads(found[6].meta)
-    assert meta.pop("_offset") == found[6].offset
+    meta = json.loads(result[6].meta)
+    assert meta.pop("_offset") == result[6].offset
     assert meta == {"lang": "de", "_file": f"file.jsonl{ending}", "_line": 7}
 
 
 @pytest.mark.parametrize("ending", PACK)
 def test_locations_point_at_the_raw_record(tmp_path, ending):
     data = b'\n{"text": "a"}\r\n   \n{"text": ""}\n{"text": 3}\nno json\n{"text": "last, without a line end"}'
-    found = read(tmp_path, PACK[ending](data), ending)
-    assert [each.line for each in found] == [2, 4, 5, 6, 7]
-    for each in found:
-        raw = data[each.offset :].split(b"\n")[0].rstrip(b"\r")
-        if isinstance(each, Bad):
-            assert each.hash == content_hash(raw)
-            assert each.head == raw.decode()
+    result = read(tmp_path, PACK[ending](data), ending)
+    assert [item.line for item in result] == [2, 4, 5, 6, 7]
+    for entry in result:
+        raw = data[entry.offset :].split(b"\n")[0].rstrip(b"\r")
+        if isinstance(entry, Bad):
+            assert entry.hash == content_hash(raw)
+            assert entry.head == raw.decode()
 
 
 @pytest.mark.parametrize(("raw", "reason"), [
@@ -95,11 +95,11 @@ def test_locations_point_at_the_raw_record(tmp_path, ending):
     (b'{"text": "a", "source": 5}', "invalid_source"),
 ])
 def test_each_fault_has_its_reason(raw, reason):
-    found = parse(raw, CONFIG, file="f", line=3, offset=10)
-    assert isinstance(found, Bad)
-    assert found.reason == reason
+    result = parse(raw, CONFIG, file="f", line=3, offset=10)
+    assert isinstance(result, Bad)
+    assert result.reason == reason
     assert reason in REASONS
-    assert (found.line, found.offset, found.hash) == (3, 10, content_hash(raw))
+    assert (result.line, result.offset, result.hash) == (3, 10, content_hash(raw))
 
 
 def test_ids_are_given_or_computed_from_content():
@@ -114,18 +114,18 @@ def test_ids_are_given_or_computed_from_content():
 
 def test_fields_can_have_other_names():
     config = ReadConfig(paths=("*",), text="body", id="url", source=None)
-    found = parse(b'{"body": "a", "url": "u", "source": "kept"}', config, file="f.jsonl", line=1, offset=0)
-    assert isinstance(found, Record)
-    assert (found.id, found.text, found.source) == ("u", "a", "f.jsonl")
-    assert json.loads(found.meta)["source"] == "kept"
+    result = parse(b'{"body": "a", "url": "u", "source": "kept"}', config, file="f.jsonl", line=1, offset=0)
+    assert isinstance(result, Record)
+    assert (result.id, result.text, result.source) == ("u", "a", "f.jsonl")
+    assert json.loads(result.meta)["source"] == "kept"
 
 
 def test_unusual_values_in_other_fields_are_harmless():
-    found = parse(b'{"text": "a", "x": NaN, "y": "\\ud800", "_file": "mine"}', CONFIG, file="f", line=1, offset=0)
-    meta = json.loads(found.meta)
+    result = parse(b'{"text": "a", "x": NaN, "y": "\\ud800", "_file": "mine"}', CONFIG, file="f", line=1, offset=0)
+    meta = json.loads(result.meta)
     assert meta["x"] is None
     assert meta["_file"] == "f"
-    found.meta.encode()
+    result.meta.encode()
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_record(tmp_path):
@@ -162,7 +162,7 @@ def test_records_before_the_end_of_a_truncated_file_are_kept(tmp_path, ending, l
     packed = PACK[ending](data)
     cut = packed[: int(len(packed) * left) if isinstance(left, float) else left]
     *good, last = read(tmp_path, cut, ending)
-    assert [each.text for each in good] == [value["text"] for value in values[: len(good)]]
+    assert [item.text for item in good] == [value["text"] for value in values[: len(good)]]
     assert len(good) >= len(values) * (0 if left == 5 else 0.8 if left == -3 else left - 0.2)
     assert (last.reason, last.line, last.records) == ("truncated_file", len(good) + 1, 1)
     assert last.offset == len(lines(*values[: len(good)]))
@@ -179,39 +179,39 @@ def test_ranges_of_any_size_give_the_records_of_the_whole_file(tmp_path_factory,
     data = b"\xef\xbb\xbf" * bom + b"".join(line + end for line, end in pieces)
     data = data if ended else data.rstrip(b"\r\n")
     assume(not packing_of("ranges.jsonl", data) and not encoding_of(data))  # such a file is never cut
-    place = store(tmp_path_factory.getbasetemp())
-    place.write("ranges.jsonl", data)
+    folder_store = store(tmp_path_factory.getbasetemp())
+    folder_store.write("ranges.jsonl", data)
     config = ReadConfig(paths=("*",), max_record_bytes=limit, unit_bytes=size)
     lines_of = functools.partial(read_records, shape=Shape("jsonl"))  # it may look like anything
-    cut = ranges(place, "ranges.jsonl", len(data), config, Shape("jsonl")) or [None]
+    cut = ranges(folder_store, "ranges.jsonl", len(data), config, Shape("jsonl")) or [None]
     assert cut == [None] or [number for span in cut for number in range(*span)] == list(range(len(data)))
-    found = [each for span in cut for each in lines_of(place, "ranges.jsonl", config, span=span)]
+    results = [each for span in cut for each in lines_of(folder_store, "ranges.jsonl", config, span=span)]
 
     def told(each):  # all but the number of the line, which only the first range knows
         meta = json.loads(each.meta) if isinstance(each, Record) else {}
         meta.pop("_line", None)
         return {**each.__dict__, "line": 0, "meta": meta}
 
-    assert [told(each) for each in found] == [told(each) for each in lines_of(place, "ranges.jsonl", config)]
-    with place.open("ranges.jsonl") as stream:
-        assert is_blank(stream) == (not found)
+    assert [told(item) for item in results] == [told(item) for item in lines_of(folder_store, "ranges.jsonl", config)]
+    with folder_store.open("ranges.jsonl") as stream:
+        assert is_blank(stream) == (not results)
 
 
 def test_compressed_and_small_files_are_not_cut_into_ranges(tmp_path):
     config = ReadConfig(paths=("*",), unit_bytes=100)
-    place = store(tmp_path)
-    assert ranges(place, "a.jsonl", 100, config, Shape("jsonl")) == []
-    assert ranges(place, "a.jsonl", 250, config, Shape("jsonl")) == [(0, 100), (100, 200), (200, 250)]
+    folder_store = store(tmp_path)
+    assert ranges(folder_store, "a.jsonl", 100, config, Shape("jsonl")) == []
+    assert ranges(folder_store, "a.jsonl", 250, config, Shape("jsonl")) == [(0, 100), (100, 200), (200, 250)]
     for shape in (Shape("jsonl", "gzip"), Shape("jsonl", encoding="utf-16-le"), Shape("warc"), Shape("csv")):
-        assert ranges(place, "a.jsonl", 250, config, shape) == []
+        assert ranges(folder_store, "a.jsonl", 250, config, shape) == []
 
 
 def test_url_language_and_license_go_by_canonical_names():
     def meta(raw, **names):
-        found = parse(raw, ReadConfig(paths=("*",), **names), file="f", line=1, offset=0)
-        if isinstance(found, Bad):
-            return found.reason
-        return {name: value for name, value in json.loads(found.meta).items() if name not in ("_file", "_line",
+        result = parse(raw, ReadConfig(paths=("*",), **names), file="f", line=1, offset=0)
+        if isinstance(result, Bad):
+            return result.reason
+        return {name: value for name, value in json.loads(result.meta).items() if name not in ("_file", "_line",
                                                                                            "_offset")}
 
     raw = b'{"text": "a", "url": "u", "lang": "de", "license": null, "language": "x"}'
@@ -235,15 +235,15 @@ def test_a_line_over_the_limit_affects_no_other(tmp_path, ending, size):
     long = b'{"text": "' + b"x" * (size - 12) + b'"}'
     assert len(long) == size
     data = lines({"text": "before"}) + long + b"\n" + lines({"text": "after"}) + long
-    found = read(tmp_path, PACK[ending](data), ending, max_record_bytes=1000)
-    good = [each.text for each in found if isinstance(each, Record)]
+    result = read(tmp_path, PACK[ending](data), ending, max_record_bytes=1000)
+    good = [item.text for item in result if isinstance(item, Record)]
     if size <= 1000:
         assert good == ["before", "x" * (size - 12), "after", "x" * (size - 12)]
     else:
         assert good == ["before", "after"]
-        assert [each.reason for each in found if isinstance(each, Bad)] == ["record_too_long"] * 2
-        assert [each.line for each in found] == [1, 2, 3, 4]
-        assert found[3].offset == len(data) - len(long)
+        assert [item.reason for item in result if isinstance(item, Bad)] == ["record_too_long"] * 2
+        assert [item.line for item in result] == [1, 2, 3, 4]
+        assert result[3].offset == len(data) - len(long)
 
 
 def test_a_line_of_200_megabytes_takes_no_more_memory_than_a_record_may(tmp_path):
@@ -280,12 +280,12 @@ def test_a_removed_file_raises_input_error(tmp_path):
 @settings(max_examples=200, deadline=None)
 def test_any_bytes_give_one_result_per_line(data):
     for line in data.split(b"\n"):
-        found = parse(line, CONFIG, file="f", line=1, offset=0)
-        if isinstance(found, Bad):
-            assert found.reason in REASONS
+        result = parse(line, CONFIG, file="f", line=1, offset=0)
+        if isinstance(result, Bad):
+            assert result.reason in REASONS
         else:
-            found.text.encode()
-            found.meta.encode()
+            result.text.encode()
+            result.meta.encode()
 
 
 @given(values=st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.text()),
@@ -294,11 +294,11 @@ def test_any_bytes_give_one_result_per_line(data):
 def test_good_records_are_exact(values, text, identity):
     taken = ("source", "url", "language", "license", "_file", "_line", "_offset")
     values = {name: value for name, value in values.items() if name not in taken}
-    found = parse(json.dumps({**values, "text": text, "id": identity}).encode(), CONFIG, file="f", line=1, offset=0)
-    if isinstance(found, Record):
-        assert found.text == text
-        assert found.id == str(identity)
+    result = parse(json.dumps({**values, "text": text, "id": identity}).encode(), CONFIG, file="f", line=1, offset=0)
+    if isinstance(result, Record):
+        assert result.text == text
+        assert result.id == str(identity)
         others = {name: value for name, value in values.items() if name not in ("text", "id")}
-        assert json.loads(found.meta) == {**others, "_file": "f", "_line": 1, "_offset": 0}
+        assert json.loads(result.meta) == {**others, "_file": "f", "_line": 1, "_offset": 0}
     else:
-        assert found.reason in ("empty_text", "null_bytes", "invalid_unicode", "invalid_id")
+        assert result.reason in ("empty_text", "null_bytes", "invalid_unicode", "invalid_id")

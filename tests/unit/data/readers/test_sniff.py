@@ -73,8 +73,8 @@ def test_content_decides_whatever_the_name_says(tmp_path, content, name):
         assert shape == Shape("parquet"), "a damaged Parquet file is not taken for a table"
         return
     assert (shape.format, shape.problem) == (expected, "")
-    found = list(read_records(store(tmp_path), name, ReadConfig(paths=("*",))))
-    assert [(each.id, each.text) for each in found] == [(row["id"], row["text"]) for row in ROWS]
+    results = list(read_records(store(tmp_path), name, ReadConfig(paths=("*",))))
+    assert [(item.id, item.text) for item in results] == [(row["id"], row["text"]) for row in ROWS]
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
@@ -84,7 +84,7 @@ def test_content_decides_the_compression(tmp_path, content, name, packing):
     data, kind = READABLE[content]
     assert look(tmp_path, name, PACK[packing](data)) == Shape(
         kind, {".gz": "gzip", ".zst": "zstd"}[packing], delimiter="," if kind == "csv" else "")
-    assert [each.id for each in read_records(store(tmp_path), name, ReadConfig(paths=("*",)))] == ["1", "2"]
+    assert [item.id for item in read_records(store(tmp_path), name, ReadConfig(paths=("*",)))] == ["1", "2"]
 
 
 def test_a_plain_file_with_a_compressed_name_is_read(tmp_path):
@@ -100,15 +100,15 @@ def test_utf_16_is_read(tmp_path, name, text, encoding, packing):
     shape = look(tmp_path, name, PACK[packing](text.encode(encoding)))
     assert shape.encoding in ("utf-16-le", "utf-16-be")
     assert not shape.is_seekable
-    found = list(read_records(store(tmp_path), name, ReadConfig(paths=("*",))))
-    assert [each.text for each in found] == ([CSV] if name == "a.txt" else [row["text"] for row in ROWS])
+    results = list(read_records(store(tmp_path), name, ReadConfig(paths=("*",))))
+    assert [item.text for item in results] == ([CSV] if name == "a.txt" else [row["text"] for row in ROWS])
 
 
 def test_a_bad_character_in_utf_16_affects_only_its_record(tmp_path):
     data = JSONL.encode("utf-16-le").replace("\U0001f600".encode("utf-16-le"), b"\x00\xd8") + JSONL.encode("utf-16-le")
     assert look(tmp_path, "a.jsonl", b"\xff\xfe" + data + b"\0").encoding == "utf-16-le"
-    found = list(read_records(store(tmp_path), "a.jsonl", ReadConfig(paths=("*",))))
-    assert [each.reason if isinstance(each, Bad) else each.id for each in found] == [
+    results = list(read_records(store(tmp_path), "a.jsonl", ReadConfig(paths=("*",))))
+    assert [item.reason if isinstance(item, Bad) else item.id for item in results] == [
         "1", "wrong_encoding", "1", "2", "wrong_encoding"]
 
 

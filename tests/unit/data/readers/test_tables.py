@@ -27,7 +27,7 @@ def read(folder, name, data, shape=None, **fields):
 
 
 def told(found):
-    return [each.reason if isinstance(each, Bad) else each.text for each in found]
+    return [item.reason if isinstance(item, Bad) else item.text for item in found]
 
 
 FIELD = st.text(alphabet='a b",;\n\u00e9', max_size=12)
@@ -44,25 +44,25 @@ def test_output_of_the_csv_module_round_trips(tmp_path_factory, rows, delimiter,
     for number, row in enumerate(rows):
         writer.writerow([f"d{number}", f"x{row[0]}", row[1]])
     data = sink.getvalue() if ended else sink.getvalue().removesuffix(end)
-    found = read(tmp_path_factory.getbasetemp(), "a.csv", data.encode(), Shape("csv", delimiter=delimiter))
-    assert [(each.id, each.text, json.loads(each.meta).get("note", "")) for each in found] == [
+    result = read(tmp_path_factory.getbasetemp(), "a.csv", data.encode(), Shape("csv", delimiter=delimiter))
+    assert [(item.id, item.text, json.loads(item.meta).get("note", "")) for item in result] == [
         (f"d{number}", f"x{row[0]}", row[1]) for number, row in enumerate(rows)]
-    for each in found:
-        offset = json.loads(each.meta)["_offset"]
+    for entry in result:
+        offset = json.loads(entry.meta)["_offset"]
         begin = data.encode()[offset:].decode().lstrip('"')
-        assert begin.startswith(each.id)
+        assert begin.startswith(entry.id)
 
 
 @given(line=st.text(alphabet='a",', max_size=12))
 @settings(max_examples=300, deadline=None)
 def test_any_row_is_split_as_the_csv_module_splits_it(line):
     try:
-        found = split_line(line, ",")
+        result = split_line(line, ",")
     except MalformedError:
         with pytest.raises(csv.Error):
             list(csv.reader([line], strict=True))
         return
-    assert found == (next(csv.reader([line])) or [""])
+    assert result == (next(csv.reader([line])) or [""])
 
 
 @pytest.mark.parametrize(("rows", "result"), [
@@ -74,22 +74,22 @@ def test_any_row_is_split_as_the_csv_module_splits_it(line):
     (f'1,{"x" * 300}\n2,b\n3,"{"y" * 90}\n{"y" * 90}\n{"y" * 90}"\n4,c\n',
      ["record_too_long", "b", "record_too_long", "c"])])
 def test_a_bad_row_affects_no_other(tmp_path, rows, result):
-    found = read(tmp_path, "a.csv", f"id,text\n{rows}".encode(), max_record_bytes=200)
-    assert told(found) == result
+    outcome = read(tmp_path, "a.csv", f"id,text\n{rows}".encode(), max_record_bytes=200)
+    assert told(outcome) == result
 
 
 def test_a_row_that_is_not_utf_8_and_a_file_that_is_cut_off(tmp_path):
     data = b"id,text\n" + b"".join(b"%d,text %d\n" % (number, number * 7919) for number in range(20_000))
-    found = read(tmp_path, "a.csv", data[:20] + b"\xff" + data[20:])
-    assert [each.reason for each in found if isinstance(each, Bad)] == ["wrong_encoding"]
-    found = read(tmp_path, "a.csv.gz", PACK[".gz"](data)[:-500])
-    assert [each.reason for each in found if isinstance(each, Bad)] == ["truncated_file"]
-    assert len(found) > 10_000
+    result = read(tmp_path, "a.csv", data[:20] + b"\xff" + data[20:])
+    assert [item.reason for item in result if isinstance(item, Bad)] == ["wrong_encoding"]
+    result = read(tmp_path, "a.csv.gz", PACK[".gz"](data)[:-500])
+    assert [item.reason for item in result if isinstance(item, Bad)] == ["truncated_file"]
+    assert len(result) > 10_000
 
 
 def test_rows_have_their_line(tmp_path):
-    found = read(tmp_path, "a.csv", b'id,text\n1,"a\nb"\n2,c\n')
-    assert [each.line for each in found] == [2, 4]
+    result = read(tmp_path, "a.csv", b'id,text\n1,"a\nb"\n2,c\n')
+    assert [item.line for item in result] == [2, 4]
 
 
 VALUE = st.recursive(st.none() | st.integers() | st.text(alphabet='ab"\\{}[],\n\u00e9', max_size=8),
@@ -106,12 +106,12 @@ def test_output_of_the_json_module_round_trips(tmp_path_factory, notes, indent, 
     data = (f"[{', '.join(parts)}]\n" if is_array else "\n".join(parts)).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_values, "_READ_BYTES", size)
-        found = read(tmp_path_factory.getbasetemp(), "a.json", data, Shape("json"))
-    assert [each.id for each in found] == [row["id"] for row in rows]
-    assert [json.loads(each.meta)["note"] for each in found] == notes
-    for each in found:
-        assert data[each.offset:].startswith(b"{")
-        assert data[: each.offset].count(b"\n") + 1 == each.line
+        result = read(tmp_path_factory.getbasetemp(), "a.json", data, Shape("json"))
+    assert [item.id for item in result] == [row["id"] for row in rows]
+    assert [json.loads(item.meta)["note"] for item in result] == notes
+    for entry in result:
+        assert data[entry.offset:].startswith(b"{")
+        assert data[: entry.offset].count(b"\n") + 1 == entry.line
 
 
 @pytest.mark.parametrize("size", [100, 5000, 1 << 20])
@@ -122,8 +122,8 @@ def test_very_many_brackets(tmp_path, size):
     data = ",".join(f'{{"text": "{number}", "n": {value}}}' for number, value in enumerate(values))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_values, "_READ_BYTES", size)
-        found = read(tmp_path, "a.json", f"[{data}]".encode(), Shape("json"))
-    assert [json.loads(each.meta)["n"] for each in found] == [json.loads(value) for value in values]
+        result = read(tmp_path, "a.json", f"[{data}]".encode(), Shape("json"))
+    assert [json.loads(item.meta)["n"] for item in result] == [json.loads(value) for value in values]
 
 
 def test_brackets_cost_no_more_than_text(tmp_path):
@@ -146,9 +146,9 @@ def test_a_bad_value_affects_no_other(tmp_path, data, result):
 
 def test_a_packed_array_that_is_cut_off(tmp_path):
     rows = [{"text": f"text {number * 7919}"} for number in range(50_000)]
-    found = read(tmp_path, "a.json.gz", PACK[".gz"](json.dumps(rows).encode())[:-500], format="json")
-    assert [each.reason for each in found if isinstance(each, Bad)] == ["truncated_file"]
-    assert len(found) > 10_000
+    result = read(tmp_path, "a.json.gz", PACK[".gz"](json.dumps(rows).encode())[:-500], format="json")
+    assert [item.reason for item in result if isinstance(item, Bad)] == ["truncated_file"]
+    assert len(result) > 10_000
 
 
 NESTED = [{"data": {"text": "a", "n": 1}, "info": {"id": "x", "deep": {"url": "u"}}},
@@ -158,10 +158,10 @@ FIELDS = {"text": "data.text", "id": "info.id", "url": "info.deep.url"}
 
 
 def test_nested_fields_of_json(tmp_path):
-    found = read(tmp_path, "a.jsonl", "\n".join(map(json.dumps, NESTED)).encode(), **FIELDS)
-    assert told(found) == ["a", "b", "missing_text"]
-    assert found[0].id == "x"
-    meta = json.loads(found[0].meta)
+    result = read(tmp_path, "a.jsonl", "\n".join(map(json.dumps, NESTED)).encode(), **FIELDS)
+    assert told(result) == ["a", "b", "missing_text"]
+    assert result[0].id == "x"
+    meta = json.loads(result[0].meta)
     assert meta == {"data": {"n": 1}, "url": "u", "_file": "a.jsonl", "_line": 1, "_offset": 0}, "no second copy"
 
 
@@ -173,9 +173,9 @@ def test_nested_fields_of_columns(tmp_path, ending):
     else:
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-    found = read(tmp_path, f"a.{ending}", sink.getvalue(), **FIELDS)
-    assert told(found) == ["a", "b", "missing_text"]
-    assert [(each.id, json.loads(each.meta)["url"]) for each in found[:2]] == [("x", "u"), ("y", "v")]
+    result = read(tmp_path, f"a.{ending}", sink.getvalue(), **FIELDS)
+    assert told(result) == ["a", "b", "missing_text"]
+    assert [(item.id, json.loads(item.meta)["url"]) for item in result[:2]] == [("x", "u"), ("y", "v")]
 
 
 def test_a_field_of_that_very_name_comes_first(tmp_path):

@@ -31,20 +31,20 @@ def read(folder, values, template: str = TITLED, **settings) -> Record | Bad:
 
 
 def test_fields_are_joined_and_leave_meta(tmp_path):
-    found = read(tmp_path, {"title": "One", "body": "two {x}", "year": 1999, "id": None})
-    assert (found.text, found.id) == ("One\n\ntwo {x}", content_id("One\n\ntwo {x}"))
-    assert {"title", "body"}.isdisjoint(json.loads(found.meta))
-    assert json.loads(found.meta)["year"] == 1999
+    result = read(tmp_path, {"title": "One", "body": "two {x}", "year": 1999, "id": None})
+    assert (result.text, result.id) == ("One\n\ntwo {x}", content_id("One\n\ntwo {x}"))
+    assert {"title", "body"}.isdisjoint(json.loads(result.meta))
+    assert json.loads(result.meta)["year"] == 1999
     values = {"title": "", "body": "b", "id": "x", "language": "en"}
-    found = read(tmp_path, values, "{title}{body} ({id}, {language}, {id})")
-    assert (found.text, found.id, json.loads(found.meta)["language"]) == ("b (x, en, x)", "x", "en")
+    result = read(tmp_path, values, "{title}{body} ({id}, {language}, {id})")
+    assert (result.text, result.id, json.loads(result.meta)["language"]) == ("b (x, en, x)", "x", "en")
 
 
 def test_nested_names_numbers_and_braces(tmp_path):
     values = {"data": {"title": "One", "body": {"text": "two"}, "n": 3}}
-    found = read(tmp_path, values, "{{{data.title}}} {data.body.text} {data.n}")
-    assert found.text == "{One} two 3"
-    assert "data" not in json.loads(found.meta)
+    result = read(tmp_path, values, "{{{data.title}}} {data.body.text} {data.n}")
+    assert result.text == "{One} two 3"
+    assert "data" not in json.loads(result.meta)
     assert read(tmp_path, {"data.title": "flat"}, "{data.title}").text == "flat"
 
 
@@ -57,9 +57,9 @@ def test_nested_names_numbers_and_braces(tmp_path):
     ({"title": " ", "body": ""}, "empty_text", "every field"),
     ({"title": "t", "body": "\x00"}, "null_bytes", ""), ({"title": "t", "body": "\ud800"}, "invalid_unicode", "")])
 def test_records_that_cannot_fill_the_template_have_a_reason(tmp_path, values, reason, detail):
-    found = read(tmp_path, values)
-    assert isinstance(found, Bad)
-    assert (found.reason, detail in found.detail) == (reason, True), found.detail
+    result = read(tmp_path, values)
+    assert isinstance(result, Bad)
+    assert (result.reason, detail in result.detail) == (reason, True), result.detail
 
 
 @pytest.mark.parametrize(("template", "told"), [
@@ -75,8 +75,8 @@ def test_templates_with_more_than_field_names_are_refused(template, told):
 
 
 def test_a_name_like_an_attribute_is_only_a_field_name(tmp_path):
-    found = read(tmp_path, {"title": "t"}, "{title.__class__}")
-    assert (found.reason, found.detail[:24]) == ("missing_text", "no field 'title.__class_")
+    result = read(tmp_path, {"title": "t"}, "{title.__class__}")
+    assert (result.reason, result.detail[:24]) == ("missing_text", "no field 'title.__class_")
 
 
 def test_settings():
@@ -92,8 +92,8 @@ def test_settings():
 def test_tables_and_columns(tmp_path):
     (tmp_path / "a.csv").write_text("title,body,n\nOne,two,3\n,b,4\n")
     settings = config("{title}: {body} {n}")
-    found = list(read_records(store(tmp_path), "a.csv", settings))
-    assert [each.text for each in found] == ["One: two 3", ": b 4"]
+    results = list(read_records(store(tmp_path), "a.csv", settings))
+    assert [item.text for item in results] == ["One: two 3", ": b 4"]
     assert "without a column 'text'" in shape_of(store(tmp_path), "a.csv", config("{title}{text}")).problem
     nested = pa.array([{"n": 3}, {"n": 4}])
     table = pa.table({"title": ["One", None], "body": pa.array(["two", "b"]).dictionary_encode(), "at": nested,
@@ -102,14 +102,14 @@ def test_tables_and_columns(tmp_path):
     read_as = list(read_records(store(tmp_path), "a.parquet", config("{title}: {body} {at.n}")))
     assert read_as[0].text == "One: two 3"
     assert (read_as[1].reason, "'title'" in read_as[1].detail) == ("missing_text", True)
-    found = next(iter(read_records(store(tmp_path), "a.parquet", config("{title}{tags}"))))
-    assert (found.reason, "list" in found.detail) == ("text_not_string", True)
+    results = next(iter(read_records(store(tmp_path), "a.parquet", config("{title}{tags}"))))
+    assert (results.reason, "list" in results.detail) == ("text_not_string", True)
 
 
 def test_a_template_applies_to_text_files_and_code(tmp_path):
     (tmp_path / "a.md").write_text("hello")
-    found = next(iter(read_records(store(tmp_path), "a.md", config("{id}: {text}"))))
-    assert (found.text, found.id) == ("a.md: hello", "a.md")
+    result = next(iter(read_records(store(tmp_path), "a.md", config("{id}: {text}"))))
+    assert (result.text, result.id) == ("a.md: hello", "a.md")
     (tmp_path / "a.py").write_text("x = 1\n")
-    found = next(iter(code.records(store(tmp_path), [("a.py", "a.py")], config("# {path}\n{text}", format="code"))))
-    assert (found.text, found.id) == ("# a.py\nx = 1\n", "a.py")
+    result = next(iter(code.records(store(tmp_path), [("a.py", "a.py")], config("# {path}\n{text}", format="code"))))
+    assert (result.text, result.id) == ("# a.py\nx = 1\n", "a.py")

@@ -52,7 +52,7 @@ def test_an_empty_file_has_no_record_and_a_truncated_one_is_bad(tmp_path):
     ("b.PARQUET", "parquet"), ("b.feather", "arrow"), ("b.arrow", "arrow"), ("b.md", "text"), ("b.txt.gz", "text"),
     ("CC-1.warc.gz", "warc"), ("CC-1.warc.wet.gz", "warc"), ("b.wet", "warc")])
 def test_formats_by_ending(tmp_path, key, kind):
-    place = store(tmp_path)
-    place.write(key, b"")
-    assert shape_of(place, key, ReadConfig(paths=("*",))).format == kind
-    assert shape_of(place, key, ReadConfig(paths=("*",), format="text")).format == "text"
+    folder_store = store(tmp_path)
+    folder_store.write(key, b"")
+    assert shape_of(folder_store, key, ReadConfig(paths=("*",))).format == kind
+    assert shape_of(folder_store, key, ReadConfig(paths=("*",), format="text")).format == "text"

@@ -52,7 +52,7 @@ def read(tmp_path, data, name="a.warc", **settings):
 
 
 def ids(found):
-    return [each.reason if isinstance(each, Bad) else each.id for each in found]
+    return [item.reason if isinstance(item, Bad) else item.id for item in found]
 
 
 def test_pages_come_with_their_address_and_without_their_menu(tmp_path):
@@ -69,11 +69,11 @@ def test_only_pages_are_documents(tmp_path):
     data = (block("warcinfo", b"software: x\r\n", 1, "application/warc-fields") + block("request", b"GET /", 2)
             + response(3, status="404 Not Found") + response(4, kind="image/png") + response(5, kind="Text/HTML")
             + block("response", b"whois", 6, "text/dns") + block("metadata", b"", 7) + response(8))
-    found = read(tmp_path, data)
-    assert ids(found) == ["urn:uuid:0005", "urn:uuid:0008"]
-    for each in found:
-        assert data[each.offset :].startswith(b"WARC/1.0")
-        assert each.id.encode() in data[each.offset : each.offset + 90]
+    result = read(tmp_path, data)
+    assert ids(result) == ["urn:uuid:0005", "urn:uuid:0008"]
+    for item in result:
+        assert data[item.offset :].startswith(b"WARC/1.0")
+        assert item.id.encode() in data[item.offset : item.offset + 90]
 
 
 def test_compressed_http_bodies_are_decompressed(tmp_path):
@@ -96,18 +96,18 @@ def test_pages_in_other_encodings(tmp_path):
 @pytest.mark.parametrize("body", [b"", b"<html></html>", b"<html><body><img src='a.png'></body></html>",
                                   b"\x00\xff\xfe" * 50])
 def test_pages_without_a_main_text_go_to_quarantine(tmp_path, body):
-    found = read(tmp_path, block("response", http(body)) + response(2))
-    assert ids(found) == ["no_main_text", "urn:uuid:0002"]
+    result = read(tmp_path, block("response", http(body)) + response(2))
+    assert ids(result) == ["no_main_text", "urn:uuid:0002"]
 
 
 def test_a_wet_record_is_its_text(tmp_path):
     data = (block("warcinfo", b"x", 1) + block("conversion", "Straße\n".encode(), 2, "text/plain",
                                                "WARC-Identified-Content-Language: deu\r\n")
             + block("conversion", b"caf\xe9", 3, "text/plain"))
-    found = read(tmp_path, gzip.compress(data), "a.warc.wet.gz")
-    assert ids(found) == ["urn:uuid:0002", "wrong_encoding"]
-    assert found[0].text == "Straße\n"
-    assert json.loads(found[0].meta)["identified_language"] == "deu"
+    result = read(tmp_path, gzip.compress(data), "a.warc.wet.gz")
+    assert ids(result) == ["urn:uuid:0002", "wrong_encoding"]
+    assert result[0].text == "Straße\n"
+    assert json.loads(result[0].meta)["identified_language"] == "deu"
 
 
 RECORDS = [response(number) for number in range(4)]
@@ -126,16 +126,16 @@ def cuts(*parts: bytes) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("left", "whole"), cuts(*RECORDS))
 def test_a_truncated_archive_keeps_earlier_records(tmp_path, left, whole):
-    found = read(tmp_path, PLAIN[:left])
-    assert ids(found) == [f"urn:uuid:{number:04d}" for number in range(whole)] + ["truncated_file"]
-    assert found[-1].offset == len(b"".join(RECORDS[:whole]))
+    result = read(tmp_path, PLAIN[:left])
+    assert ids(result) == [f"urn:uuid:{number:04d}" for number in range(whole)] + ["truncated_file"]
+    assert result[-1].offset == len(b"".join(RECORDS[:whole]))
 
 
 @pytest.mark.parametrize(("left", "whole"), cuts(*map(gzip.compress, RECORDS)))
 def test_a_truncated_compressed_archive_keeps_earlier_records(tmp_path, left, whole):
-    found = read(tmp_path, MEMBERS[:left], "a.warc.gz")
+    result = read(tmp_path, MEMBERS[:left], "a.warc.gz")
     good = [f"urn:uuid:{number:04d}" for number in range(whole)]
-    assert ids(found) in ([*good, "truncated_file"], [*good, f"urn:uuid:{whole:04d}", "truncated_file"])
+    assert ids(result) in ([*good, "truncated_file"], [*good, f"urn:uuid:{whole:04d}", "truncated_file"])
 
 
 @pytest.mark.parametrize("member", range(4))
@@ -145,9 +145,9 @@ def test_a_member_with_a_wrong_checksum_is_dropped(tmp_path, member, part):
     broken = bytearray(parts[member])
     broken[len(broken) // 2 if part == "content" else -8] ^= 0xFF
     parts[member] = bytes(broken)
-    found = read(tmp_path, b"".join(parts), "a.warc.gz")
-    assert ids(found) == [f"urn:uuid:{number:04d}" for number in range(member)] + ["damaged_file"]
-    assert found[-1].offset == len(b"".join(RECORDS[:member]))
+    result = read(tmp_path, b"".join(parts), "a.warc.gz")
+    assert ids(result) == [f"urn:uuid:{number:04d}" for number in range(member)] + ["damaged_file"]
+    assert result[-1].offset == len(b"".join(RECORDS[:member]))
 
 
 @pytest.mark.parametrize("broken", [
@@ -155,23 +155,23 @@ def test_a_member_with_a_wrong_checksum_is_dropped(tmp_path, member, part):
     RECORDS[1].replace(b"Content-Length: ", b"Content-Lungth: "),
     RECORDS[1].replace(b"\r\n\r\nHTTP", b"\r\n" + b"x" * 70_000 + b"\r\n\r\nHTTP")])
 def test_a_damaged_archive_keeps_earlier_records(tmp_path, broken):
-    found = read(tmp_path, RECORDS[0] + broken + RECORDS[2])
-    assert ids(found) == ["urn:uuid:0000", "damaged_file"]
+    result = read(tmp_path, RECORDS[0] + broken + RECORDS[2])
+    assert ids(result) == ["urn:uuid:0000", "damaged_file"]
 
 
 def test_a_record_with_a_wrong_length_is_dropped(tmp_path):
     length = len(RECORDS[1].split(b"\r\n\r\n", 1)[1]) - 4
     short = RECORDS[1].replace(b"Content-Length: %d" % length, b"Content-Length: %d" % (length - 50))
-    found = read(tmp_path, RECORDS[0] + short + RECORDS[2])
-    assert ids(found) == ["urn:uuid:0000", "damaged_file"]
-    assert found[-1].offset == len(RECORDS[0])
+    result = read(tmp_path, RECORDS[0] + short + RECORDS[2])
+    assert ids(result) == ["urn:uuid:0000", "damaged_file"]
+    assert result[-1].offset == len(RECORDS[0])
 
 
 def test_a_record_that_is_too_long_affects_no_other(tmp_path):
     long = block("response", http(b"x" * 9000), 1)
     bomb = block("response", http(gzip.compress(b" " * 9000), more="Content-Encoding: gzip\r\n"), 2)
-    found = read(tmp_path, RECORDS[0] + long + bomb + RECORDS[3], max_record_bytes=5000)
-    assert ids(found) == ["urn:uuid:0000", "record_too_long", "no_main_text", "urn:uuid:0003"]
+    result = read(tmp_path, RECORDS[0] + long + bomb + RECORDS[3], max_record_bytes=5000)
+    assert ids(result) == ["urn:uuid:0000", "record_too_long", "no_main_text", "urn:uuid:0003"]
 
 
 def test_the_text_depends_only_on_the_page():

@@ -25,14 +25,14 @@ def test_any_split_gives_the_same_counts(documents, at):
 
 
 def test_small_sources_are_added_up():
-    found = {f"s{number:03d}": [number, 10 * number] for number in range(1, 6)}
-    assert by_source.largest(found, 2) == {"(other sources)": [6, 60], "s004": [4, 40], "s005": [5, 50]}
+    results = {f"s{number:03d}": [number, 10 * number] for number in range(1, 6)}
+    assert by_source.largest(results, 2) == {"(other sources)": [6, 60], "s004": [4, 40], "s005": [5, 50]}
 
 
 def test_a_unit_lists_a_bounded_number_of_sources():
-    found = tally([(f"{number}", 1) for number in range(5000)])
-    assert len(found) == by_source.UNIT_SOURCES + 1
-    assert by_source.total(found) == (5000, 5000)
+    counts = tally([(f"{number}", 1) for number in range(5000)])
+    assert len(counts) == by_source.UNIT_SOURCES + 1
+    assert by_source.total(counts) == (5000, 5000)
 
 
 def test_all_stages_list_the_same_sources():

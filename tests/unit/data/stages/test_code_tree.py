@@ -59,18 +59,20 @@ def read(found: Job) -> tuple[list, ingest.Tally]:
 
 
 def test_each_file_is_a_document_and_the_others_are_counted(tree):
-    found = job(tree)
-    documents, tally = read(found)
-    assert {each.id: (each.source, json.loads(each.meta)["language"]) for each in documents} == {
+    result = job(tree)
+    documents, tally = read(result)
+    assert {document.id: (document.source, json.loads(document.meta)["language"]) for document in documents} == {
         "project/src/main.py": ("project", "Python"), "project/src/lib.rs": ("project", "Rust"),
         "project/README.md": ("project", "Markdown"), "project/Makefile": ("project", "Makefile"),
         "project/wide.cs": ("project", "C#"), "top.py": (".", "Python")}
-    assert [each.id for each in documents] == sorted(each.id for each in documents)
-    texts = {each.id: each.text for each in documents}
+    assert [document.id for document in documents] == sorted(document.id for document in documents)
+    texts = {document.id: document.text for document in documents}
     assert texts["project/wide.cs"] == "class A {}\n"
     assert texts["project/src/main.py"] == TREE["project/src/main.py"]
-    assert all(json.loads(each.meta)["path"] == json.loads(each.meta)["_file"] == each.id for each in documents)
-    assert found.skipped == LEFT_OUT
+    for document in documents:
+        meta = json.loads(document.meta)
+        assert meta["path"] == meta["_file"] == document.id
+    assert result.skipped == LEFT_OUT
     assert tally.skipped == BY_CONTENT
     assert (tally.records, tally.bad) == (6, [])
     assert set(LEFT_OUT) | set(BY_CONTENT) < set(code.REASONS)
@@ -83,18 +85,18 @@ def test_links_and_pipes_are_skipped(tree):
     (tree / "outside/stolen.py").write_text("x\n")
     (tree / "in/project/linked").symlink_to(tree / "outside")
     os.mkfifo(tree / "in/project/pipe.py")
-    found = job(tree)
-    assert found.skipped == {**LEFT_OUT, "symbolic_link": 1, "no_file": 1}  # no listing shows what dangles
-    assert len(read(found)[0]) == 6
+    result = job(tree)
+    assert result.skipped == {**LEFT_OUT, "symbolic_link": 1, "no_file": 1}  # no listing shows what dangles
+    assert len(read(result)[0]) == 6
     named = [Stamp("project/linked/stolen.py", 2, "")]  # as a pattern that names it would
-    assert code_tree.readable(store(tree / "in"), named, found.config.read)[1] == {"symbolic_link": 1}
+    assert code_tree.readable(store(tree / "in"), named, result.config.read)[1] == {"symbolic_link": 1}
 
 
 def test_a_file_that_becomes_a_link_after_listing_is_skipped(tree):
-    found = job(tree, "top.py")
+    result = job(tree, "top.py")
     (tree / "in/top.py").unlink()
     (tree / "in/top.py").symlink_to("/etc/passwd")
-    documents, tally = read(found)
+    documents, tally = read(result)
     assert (documents, tally.skipped) == ([], {"symbolic_link": 1})
 
 
@@ -105,18 +107,18 @@ def test_a_file_that_becomes_a_link_after_listing_is_skipped(tree):
     ({"keep": ["generated"]}, {"project/package-lock.json", "project/app.min.js", "project/words_pb2.py",
                                "project/made.go", "project/packed.js"})])
 def test_reasons_to_skip_files_can_be_disabled(tree, settings, more):
-    before = {each.id for each in read(job(tree))[0]}
+    before = {item.id for item in read(job(tree))[0]}
     documents, _ = read(job(tree, code=settings))
-    assert {each.id for each in documents} == before | more
+    assert {document.id for document in documents} == before | more
 
 
 def test_languages_folders_and_patterns_select_files(tree):
-    assert {each.id for each in read(job(tree, code={"languages": ["Rust", "Makefile"]}))[0]} == {
+    assert {item.id for item in read(job(tree, code={"languages": ["Rust", "Makefile"]}))[0]} == {
         "project/src/lib.rs", "project/Makefile"}
-    assert {each.id for each in read(job(tree, "project/src"))[0]} == {"project/src/main.py", "project/src/lib.rs"}
-    assert {each.id for each in read(job(tree, "**/*.rs", "*.py"))[0]} == {"project/src/lib.rs", "top.py"}
+    assert {item.id for item in read(job(tree, "project/src"))[0]} == {"project/src/main.py", "project/src/lib.rs"}
+    assert {item.id for item in read(job(tree, "**/*.rs", "*.py"))[0]} == {"project/src/lib.rs", "top.py"}
     documents, _ = read(job(tree, f"{tree}/in/project/src"))
-    assert {each.id for each in documents} == {"src/main.py", "src/lib.rs"}
+    assert {document.id for document in documents} == {"src/main.py", "src/lib.rs"}
     assert json.loads(documents[0].meta)["_file"] == f"{tree}/in/project/src/lib.rs"
 
 
@@ -143,17 +145,17 @@ def test_an_added_file_changes_one_bundle(tree, monkeypatch):
 
 
 def test_a_bundle_without_documents_is_not_an_empty_file(tree):
-    found = job(tree, "project/made.go")
-    task = ingest.tasks(found)[0]
-    done = ingest.ingest_file(Task(found.output, task.unit, task.inputs))
+    result = job(tree, "project/made.go")
+    task = ingest.tasks(result)[0]
+    done = ingest.ingest_file(Task(result.output, task.unit, task.inputs))
     assert (done.summary["records"], done.summary["bad"], done.summary["skipped"]) == (0, 0, {"generated": 1})
 
 
 def test_inputs_and_plan_name_the_files(tree):
-    found = job(tree)
-    assert [line["file"] for line in origin.input_lines(found.files)] == sorted(
-        one.name for file in found.files for one in file.members)
-    plan = pipeline_plan.plan(found.config, input=str(tree / "in"), output=str(tree / "out"))
+    result = job(tree)
+    assert [line["file"] for line in origin.input_lines(result.files)] == sorted(
+        one.name for file in result.files for one in file.members)
+    plan = pipeline_plan.plan(result.config, input=str(tree / "in"), output=str(tree / "out"))
     assert plan.skipped == LEFT_OUT
     assert plan.formats[0].row()["format"] == "code"
     assert plan.formats[0].files == 10

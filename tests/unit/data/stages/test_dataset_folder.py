@@ -155,8 +155,8 @@ def test_a_recipe_reads_a_folder(tmp_path):
     assert [(file.name, file.shape.format) for file in one.files] == [
         ("arrow/train/data-00000-of-00001.arrow", "arrow")]
     file = one.files[0]
-    found = list(readers.read_records(store(file.root), file.key, one.config.read, shape=file.shape))
-    assert [each.text for each in found] == ["one", "two"]
+    results = list(readers.read_records(store(file.root), file.key, one.config.read, shape=file.shape))
+    assert [item.text for item in results] == ["one", "two"]
     for paths in ([f"{tmp_path}/in/set"], [f"{tmp_path}/in/set/"], ["set"], ["./set/"]):
         other = resolve(recipe(paths=paths, subset="en"), input=str(tmp_path / "in"), output=str(tmp_path / "out"))
         assert [file.name.removeprefix(f"{tmp_path}/in/") for file in other.files] == ["set/en/train-0.parquet"]

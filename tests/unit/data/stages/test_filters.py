@@ -41,13 +41,13 @@ def test_filters_apply_in_the_order_of_finewebs_recipe():
     lines = "\n".join(LINES)
     texts = [GOOD, lines, STOP + lines, (STOP + lines).replace(".", ",")]
     judged = filters.judge(step.filters, documents(texts))
-    found = judged.histograms
+    result = judged.histograms
     assert judged.reasons.tolist() == ["gopher_top_3_gram", "gopher_too_few_stop_words", "",
                                        "fineweb_too_few_terminal_lines"]
     limits = {name: limit for filter in step.filters for name, limit in filter.limits().items()}
     assert len(limits) == sum(len(filter.limits()) for filter in step.filters)  # no name is used twice
-    assert set(found) == set(limits)
-    for name, histogram in found.items():
+    assert set(result) == set(limits)
+    for name, histogram in result.items():
         assert sum(histogram["counts"]) == len(texts)
         assert histogram["limits"] == list(limits[name])
 
@@ -167,14 +167,14 @@ def test_batching_does_not_change_outcomes():
 
 def test_annotating_changes_nothing_and_records_reasons(tmp_path):
     texts = ["a cut", "bad", "plain"]
-    found = Outcomes()
-    passed = found.apply([(True, [Cut()])], documents(texts))
+    result = Outcomes()
+    passed = result.apply([(True, [Cut()])], documents(texts))
     assert passed.table["text"].to_pylist() == texts
     assert not passed.changed.any()
-    assert len(found.verdicts()) == 0
-    assert found.summary()["would_drop"] == {"cut_bad": 1}
+    assert len(result.verdicts()) == 0
+    assert result.summary()["would_drop"] == {"cut_bad": 1}
     writer = UnitWriter(str(tmp_path), Unit("filter", "x", "0" * 32))
-    found.write_annotations(writer, "filter")
+    result.write_annotations(writer, "filter")
     stamp = writer.files["annotations"]
     assert stamp.key.startswith("annotations/filter/")
     rows = verdicts.decode(writer.store.read(stamp.key))
@@ -188,9 +188,9 @@ def test_annotations_predict_the_verdicts_of_thresholds():
     texts = [GOOD, "\n".join(LINES), STOP * 4, STOP + "\n".join(LINES), GOOD[:90], GOOD * 3]
     table = documents(texts)
     step = FilterStep.model_validate({"gopher_quality": {}, "fineweb": {}, "annotate": True})
-    found = Outcomes()
-    found.apply(groups(grouped([step])), table)
-    (rows,) = found.annotations
+    result = Outcomes()
+    result.apply(groups(grouped([step])), table)
+    (rows,) = result.annotations
     assert len(rows) == len(texts)
     assert rows["would_drop"].to_pylist() == filters.judge(step.filters, table).reasons.tolist()
     values = np.sort(rows["words"].to_numpy())

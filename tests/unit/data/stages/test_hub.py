@@ -72,17 +72,17 @@ def texts(found: Job) -> list[str]:
     ([f"{NAME}/more/a.jsonl"], {}, ["four"]), ([f"{NAME}/**/*.parquet"], {}, ["three", "one", "two"])])
 def test_data_sets_folders_files_and_patterns_are_read(tmp_path, server, paths, read, wanted):
     commit = server.commit("owner/words", FIRST)
-    found = job(tmp_path, *paths, **read)
-    assert texts(found) == wanted
-    assert all(commit in file.root and commit not in file.name for file in found.files)
-    assert all(file.name.startswith(paths[0].partition("/more")[0].partition("/**")[0]) for file in found.files)
+    result = job(tmp_path, *paths, **read)
+    assert texts(result) == wanted
+    assert all(commit in file.root and commit not in file.name for file in result.files)
+    assert all(file.name.startswith(paths[0].partition("/more")[0].partition("/**")[0]) for file in result.files)
 
 
 def test_names_are_relative_to_a_hub_input(tmp_path, server):
     server.commit("owner/words", FIRST)
-    found = job(tmp_path, ".", input=NAME)
-    assert ([file.name for file in found.files], found.input) == (["data/train-00000-of-00001.parquet"], NAME)
-    assert texts(found) == ["one", "two"]
+    result = job(tmp_path, ".", input=NAME)
+    assert ([file.name for file in result.files], result.input) == (["data/train-00000-of-00001.parquet"], NAME)
+    assert texts(result) == ["one", "two"]
     assert texts(job(tmp_path, "ignored/*", input=f"{NAME}/more/a.jsonl")) == ["four"]
 
 
@@ -112,9 +112,10 @@ def test_content_of_a_workflow_step_is_the_content_of_the_files(tmp_path, server
     server.commit("owner/words", FIRST)
     recipe = build(PipelineConfig, {"read": {"paths": [NAME]}, "steps": ["dedup_exact"]})
     (tmp_path / "in").mkdir()
-    found = [content(recipe, input=str(tmp_path / "in"), output=str(tmp_path / f"out-{number}")) for number in range(2)]
-    assert found[0] == found[1]
-    assert found[0]["files"][0][0] == f"{NAME}/data/train-00000-of-00001.parquet"
+    results = [content(recipe, input=str(tmp_path / "in"), output=str(tmp_path / f"out-{number}"))
+               for number in range(2)]
+    assert results[0] == results[1]
+    assert results[0]["files"][0][0] == f"{NAME}/data/train-00000-of-00001.parquet"
 
 
 @pytest.mark.parametrize(("path", "told", "fix"), [

@@ -70,8 +70,8 @@ def test_ranges_give_the_same_documents_as_whole_files(folder, tmp_path, size):
     assert read_back(tmp_path / "ranged", ranged) == read_back(tmp_path / "whole", whole)
     for name in ("records", "bad", "documents", "bytes"):
         assert sum(unit.summary[name] for unit in ranged) == sum(unit.summary[name] for unit in whole)
-    found = counts(ranged, "quarantined")
-    assert found == {"empty_file": 2, "empty_text": 1, "invalid_json": 2, "missing_text": 1, "truncated_file": 1,
+    result = counts(ranged, "quarantined")
+    assert result == {"empty_file": 2, "empty_text": 1, "invalid_json": 2, "missing_text": 1, "truncated_file": 1,
                      "wrong_encoding": 1}
 
 
@@ -135,14 +135,14 @@ def test_a_limit_reads_from_each_file_by_its_size(tmp_path):
         lines = [b'{"id": "%s%d", "text": "%08d"}' % (name[:1].encode(), number, number) for number in range(count)]
         (tmp_path / "in" / name).write_bytes(b"\n".join([*lines[:20], b"{no json", *lines[20:]]))
     (tmp_path / "in/d.jsonl.gz").write_bytes(gzip.compress(b'{"id": "d", "text": "x"}\n' * 9)[:-9])
-    found = units(tmp_path / "in", tmp_path / "out", limit=100, unit_bytes=1000)
-    read = ids(tmp_path / "out", found)
+    result = units(tmp_path / "in", tmp_path / "out", limit=100, unit_bytes=1000)
+    read = ids(tmp_path / "out", result)
     assert 98 <= len(read) <= 100
     first, second = ([name for name in read if name[0] == which] for which in "ab")
     assert first == [f"a{number}" for number in range(len(first))]
     assert second == [f"b{number}" for number in range(len(second))]
     assert 2.8 < len(first) / len(second) < 3.2
-    assert sum(unit.summary["bad"] for unit in found) == 2, "of what is read, the line that is no JSON in each"
+    assert sum(unit.summary["bad"] for unit in result) == 2, "of what is read, the line that is no JSON in each"
     assert [unit.summary["records"] for unit in units(tmp_path / "in", tmp_path / "one", limit=1)] == [1]
 
 

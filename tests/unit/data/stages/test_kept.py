@@ -12,7 +12,8 @@ from tidewheel.data.stages import kept
 
 def table(first: int, last: int) -> pa.Table:
     ids = [f"d{n}" for n in range(first, last)]
-    return pa.table([ids, [f"text of {each} " * 40 for each in ids], [f"s{n % 3}" for n in range(first, last)],
+    return pa.table([ids, [f"text of {document_id} " * 40 for document_id in ids],
+                     [f"s{n % 3}" for n in range(first, last)],
                      ["{}"] * len(ids)], schema=DOCUMENT_SCHEMA)
 
 
@@ -40,13 +41,13 @@ def test_samples_exclude_documents_that_the_last_stage_drops():
     list(seen.watch([table(0, 50)]))
     first = seen.samples()[0]["id"]
     dropped = verdicts.drops(pa.array([first]), "refused")
-    assert first not in [each["id"] for each in seen.samples(dropped)]
+    assert first not in [item["id"] for item in seen.samples(dropped)]
     assert len(seen.samples(dropped)) == kept.SAMPLES
 
 
 def test_tokens_are_counted_by_source():
     seen = kept.Kept()
     list(seen.watch([table(0, 4), table(4, 7)]))
-    found = seen.tokens(pa.array(["d6", "d0", "d1"]), np.array([5, 6, 7]))
-    assert found == {"s0": [2, 11], "s1": [1, 7]}
+    result = seen.tokens(pa.array(["d6", "d0", "d1"]), np.array([5, 6, 7]))
+    assert result == {"s0": [2, 11], "s1": [1, 7]}
     assert seen.tokens(pa.array([], pa.string()), np.zeros(0, np.int64)) == {}

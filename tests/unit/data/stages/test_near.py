@@ -30,17 +30,17 @@ def documents(seed: int, families: int = 12, source: str = "web") -> list[dict]:
     def word():
         return "".join(generator.choices(LETTERS, k=5))
 
-    found = []
+    results = []
     for family in range(families):
         text = [word() for _ in range(generator.randint(30, 120))]
         for copy in range(generator.randint(1, 9)):
-            found.append({"id": f"{source}-{family}-{copy}", "text": " ".join(text), "source": source})
+            results.append({"id": f"{source}-{family}-{copy}", "text": " ".join(text), "source": source})
             text = list(text)
             for _ in range(generator.randint(0, 2)):
                 text[generator.randrange(len(text))] = word()
-    found += [{"id": f"{source}-short-{number}", "text": text, "source": source} for number, text in enumerate(
+    results += [{"id": f"{source}-short-{number}", "text": text, "source": source} for number, text in enumerate(
         ["Hello there", "hello, there!", "Hello you", "1 2 3 4 5 6", "1 2 3 4 5 7", "1-2-3-4-5-6"])]
-    return found
+    return results
 
 
 def write(folder: Path, *groups: list[dict], name: str = "a.jsonl") -> Path:
@@ -167,8 +167,8 @@ def test_an_index_of_an_earlier_dump_gives_the_result_of_one_run(tmp_path, exact
     once, _ = dedup(write(tmp_path / "all", old, middle, new), tmp_path / "out", priority={"old": 2, "middle": 1},
                     **options)
     third["old-0-0-again"] = third.pop(old[0]["id"])
-    found = {**first, **second, **third}
-    assert {name: (row["survivor"], row["score"]) for name, row in found.items()} == {
+    results = {**first, **second, **third}
+    assert {name: (row["survivor"], row["score"]) for name, row in results.items()} == {
         name: (row["survivor"], row["score"]) for name, row in once.items()}
     for name, row in third.items():
         source = row["survivor"].split("-")[0]

@@ -78,8 +78,8 @@ def test_passwords_are_not_written():
 def test_an_added_step_does_not_make_later_steps_differ():
     steps = recipe().canonical()["steps"]
     more = recipe(steps=[{"dedup_url": {}}, *steps[:1], *steps[2:]], seed=1)
-    found = origin.differences(origin.settings_of(recipe()), origin.settings_of(more))
-    assert ("seed", 0, 1) in found
+    result = origin.differences(origin.settings_of(recipe()), origin.settings_of(more))
+    assert ("seed", 0, 1) in result
     order = ["filter", "dedup_exact", "tokenize", "pack"]
-    assert ("steps", order, ["dedup_url", "filter", "tokenize", "pack"]) in found
-    assert {name.partition(".")[0] for name, _, _ in found} == {"seed", "steps", "dedup_url", "dedup_exact"}
+    assert ("steps", order, ["dedup_url", "filter", "tokenize", "pack"]) in result
+    assert {name.partition(".")[0] for name, _, _ in result} == {"seed", "steps", "dedup_url", "dedup_exact"}

@@ -54,13 +54,13 @@ def packed(folder: Path, tokenizer: dict, settings: dict, *, kind: str = "docume
 def documents(uri: str) -> dict[str, list[int]]:
     """Return the tokens of every document of a set, with its pieces joined."""
     shard_set = ShardSet.open(uri)
-    found: dict[str, dict[int, list[int]]] = {}
+    results: dict[str, dict[int, list[int]]] = {}
     for index in range(len(shard_set.manifest.shards)):
         for row in shard_set.shard(index).batch.to_pylist():
             bounds = itertools.pairwise([*row["segment_starts"], row["length"]])
             for (begin, end), name, offset in zip(bounds, row["document_ids"], row["document_offsets"], strict=True):
-                found.setdefault(name, {})[offset] = row["tokens"][begin:end]
-    return {name: [token for offset in sorted(own) for token in own[offset]] for name, own in found.items()}
+                results.setdefault(name, {})[offset] = row["tokens"][begin:end]
+    return {name: [token for offset in sorted(own) for token in own[offset]] for name, own in results.items()}
 
 
 @pytest.mark.parametrize("name", list(NAMES))
@@ -77,14 +77,14 @@ def test_tokens_are_kept_for_every_policy_and_method(files, tmp_path, name, bos,
     for part in pack.SETS:
         uri = str(tmp_path / "out" / part)
         assert verify(uri) == []
-        found = documents(uri)
+        result = documents(uri)
         encoder = of_manifest(store(uri), ShardSet.open(uri).manifest.tokenizer)
         assert encoder.format == name
         assert ShardSet.open(uri).manifest.vocabulary_size % 64 == 0
-        for tokens in found.values():
+        for tokens in result.values():
             assert (tokens[0] == encoder.bos) == (bos == "document")
             assert (tokens[-1] == encoder.eos) == (eos == "document")
-        whole |= found
+        whole |= result
     texts = {f"d{number:03d}": text.strip() if name == "sentencepiece" else text for number, text in enumerate(TEXTS)}
     assert {name: encoder.decode(tokens) for name, tokens in whole.items()} == texts
 

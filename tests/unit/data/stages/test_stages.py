@@ -153,7 +153,7 @@ def test_ngram_entropies_match_counting_by_hand(merged: int, monkeypatch: pytest
         assert {token: count for token, count in enumerate(counts[name].unigrams.tolist()) if count} == unigrams
         assert dict(zip(counts[name].codes.tolist(), counts[name].counts.tolist(), strict=True)) == {
             a * vocabulary + b: count for (a, b), count in bigrams.items()}
-    found = ngrams.entropies(counts["validation"], counts["training"])
+    result = ngrams.entropies(counts["validation"], counts["training"])
 
     uni_t, bi_t = brute_counts(training)
     uni_v, bi_v = brute_counts(validation)
@@ -173,11 +173,11 @@ def test_ngram_entropies_match_counting_by_hand(merged: int, monkeypatch: pytest
         kinds = len(followers[a])
         return (bi_t[a, b] + kinds * smooth(b)) / (context[a] + kinds) if context[a] else smooth(b)
 
-    assert found["unigram"] == pytest.approx(-sum(c * math.log(c / total_v) for c in uni_v.values()) / total_v)
-    assert found["bigram"] == pytest.approx(
+    assert result["unigram"] == pytest.approx(-sum(c * math.log(c / total_v) for c in uni_v.values()) / total_v)
+    assert result["bigram"] == pytest.approx(
         -sum(c * math.log(c / context_v[a]) for (a, _), c in bi_v.items()) / sum(bi_v.values()))
-    assert found["unigram_model"] == pytest.approx(-sum(c * math.log(smooth(t)) for t, c in uni_v.items()) / total_v)
-    assert found["bigram_model"] == pytest.approx(
+    assert result["unigram_model"] == pytest.approx(-sum(c * math.log(smooth(t)) for t, c in uni_v.items()) / total_v)
+    assert result["bigram_model"] == pytest.approx(
         -sum(c * math.log(model(a, b)) for (a, b), c in bi_v.items()) / sum(bi_v.values()))
 
 

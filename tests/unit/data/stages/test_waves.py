@@ -118,10 +118,11 @@ def test_a_run_killed_while_packing_continues(raw, tmp_path):
 
     with pytest.raises(Killed):
         run(raw, tmp_path / "killed", 6, die)
-    place = store(tmp_path / "killed").child("shards")
-    before = {key: place.read(key) for key in ("growing.json", *(found.key for found in place.list("waves")))}
+    folder_store = store(tmp_path / "killed").child("shards")
+    waves = [wave.key for wave in folder_store.list("waves")]
+    before = {key: folder_store.read(key) for key in ("growing.json", *waves)}
     assert len(before) > 1
-    assert not place.exists("manifest.json")
+    assert not folder_store.exists("manifest.json")
     again = files(run(raw, tmp_path / "killed", 6))
     assert again == files(run(raw, tmp_path / "whole", 6))
     assert {key: again[f"shards/{key}"] for key in before} == before
@@ -132,8 +133,8 @@ def test_a_run_killed_while_packing_continues(raw, tmp_path):
 def test_waves_of_an_earlier_recipe_are_removed(raw, tmp_path):
     run(raw, tmp_path, 6)
     run(raw, tmp_path, 2)
-    place = store(tmp_path).child("shards")
-    assert [found.key for found in place.list("waves")] == [wave_key(0), wave_key(1)]
+    folder_store = store(tmp_path).child("shards")
+    assert [found.key for found in folder_store.list("waves")] == [wave_key(0), wave_key(1)]
     assert store(tmp_path).read_json("summary.json")["stages"][-1]["units_reused"] == 12  # the rows are the same
 
 

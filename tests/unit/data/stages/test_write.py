@@ -114,18 +114,18 @@ def as_rows(table: pa.Table) -> list[dict]:
 
 @pytest.mark.parametrize("split", write.SPLITS)
 def test_parquet_and_arrow_contain_the_documents(product, split):
-    found = [row for path in files(product, "parquet", split) for row in as_rows(pq.read_table(path))]
-    assert found == expected(product)[split]
-    found = [row for path in files(product, "arrow", split) for row in as_rows(pa.ipc.open_file(path).read_all())]
-    assert found == expected(product)[split]
+    results = [row for path in files(product, "parquet", split) for row in as_rows(pq.read_table(path))]
+    assert results == expected(product)[split]
+    results = [row for path in files(product, "arrow", split) for row in as_rows(pa.ipc.open_file(path).read_all())]
+    assert results == expected(product)[split]
 
 
 @pytest.mark.parametrize("split", write.SPLITS)
 def test_jsonl_contains_the_documents(product, split):
-    found = [json.loads(line) for path in files(product, "jsonl", split)
+    results = [json.loads(line) for path in files(product, "jsonl", split)
              for line in zstd.decompress(path.read_bytes()).decode().split("\n") if line]
-    assert [{"url": None, "language": None, "license": None, **row} for row in found] == expected(product)[split]
-    assert all(value is not None for row in found for value in row.values())
+    assert [{"url": None, "language": None, "license": None, **row} for row in results] == expected(product)[split]
+    assert all(value is not None for row in results for value in row.values())
 
 
 @pytest.mark.parametrize("split", write.SPLITS)
@@ -133,7 +133,7 @@ def test_mds_follows_its_definition(product, split):
     folder = product[0] / "mds" / split
     index = json.loads((folder / "index.json").read_text())
     assert index["version"] == 2
-    found = []
+    results = []
     for shard in index["shards"]:
         assert (shard["format"], shard["compression"], shard["zip_data"]) == ("mds", None, None)
         data = (folder / shard["raw_data"]["basename"]).read_bytes()
@@ -150,8 +150,8 @@ def test_mds_follows_its_definition(product, split):
             bounds = itertools.accumulate(sizes, initial=begin + 4 * width)
             values = [data[first:last].decode() for first, last in itertools.pairwise(bounds)]
             assert begin + 4 * width + sum(sizes) == end
-            found.append(dict(zip(shard["column_names"], values, strict=True)))
-    rows = [{**row, "metadata": json.loads(row["metadata"])} for row in found]
+            results.append(dict(zip(shard["column_names"], values, strict=True)))
+    rows = [{**row, "metadata": json.loads(row["metadata"])} for row in results]
     assert rows == [{key: value or "" for key, value in row.items()} for row in expected(product)[split]]
 
 
@@ -279,16 +279,16 @@ def test_a_pipeline_that_ends_with_a_filter_writes_a_product(tmp_path):
         f"other words, number {number}" for number in range(20)])), '99,"never closed']
     (tmp_path / "in/a.csv").write_text("\n".join(lines))
     config = build(PipelineConfig, {"read": {"paths": ["*.csv"]}, "max_bad_fraction": 0.1, "steps": ["dedup_exact"]})
-    found = []
+    results = []
     for seed in range(2):
         with without_ray(seed):
-            found.append(pipeline.run(config, input=str(tmp_path / "in"), output=str(tmp_path / "out")))
+            results.append(pipeline.run(config, input=str(tmp_path / "in"), output=str(tmp_path / "out")))
     folder = tmp_path / "out/dataset"
     assert sorted(pq.read_table(folder / "data")["id"].to_pylist(), key=int) == [
         str(number) for number in range(22) if number != 1]
-    assert found[0].documents == found[1].documents == 21
-    assert found[1].stage("write")["units_reused"] == 4
-    assert found[0].value["dataset"]["languages"] == {"en": [21, found[0].value["dataset"]["bytes"]]}
+    assert results[0].documents == results[1].documents == 21
+    assert results[1].stage("write")["units_reused"] == 4
+    assert results[0].value["dataset"]["languages"] == {"en": [21, results[0].value["dataset"]["bytes"]]}
     assert "| dedup_exact | 22 | 21 | exact\\_duplicate 1 | 0 | 0 |" in (folder / "README.md").read_text()
     assert not (tmp_path / "out/shards").exists()
     page = store(tmp_path / "out").read(write_pipeline_report(str(tmp_path / "out")).rpartition("/")[2]).decode()
@@ -313,9 +313,9 @@ def test_products_are_compared_and_cleaned(tmp_path, kind):
         json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(texts)))
     run(tmp_path, "a", {"write": {"formats": [kind]}})
     run(tmp_path, "b", "dedup_exact", {"write": {"formats": [kind]}})
-    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert (found.both, found.lost.count, found.gained.count) == (10, 2, 0)
-    assert dict(found.lost.reasons) == {"dedup_exact: exact_duplicate": 2}
+    result = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (result.both, result.lost.count, result.gained.count) == (10, 2, 0)
+    assert dict(result.lost.reasons) == {"dedup_exact: exact_duplicate": 2}
     with pytest.raises(ConfigError, match="would be replaced"):
         run(tmp_path, "b", {"write": {"formats": ["mds"]}})
     run(tmp_path, "b", {"write": {"formats": ["mds"]}}, may_replace=True)

@@ -12,10 +12,10 @@ from tidewheel.data.text import hashing
 @given(st.lists(st.text(max_size=40), max_size=8))
 @settings(max_examples=50, deadline=None)
 def test_hashes_equal_xxh3_of_the_normalised_text(texts: list[str]):
-    found = hashing.text_hashes(texts)
-    assert found.shape == (len(texts), 2)
-    assert found.dtype == np.uint64
-    for row, normal, raw in zip(found, text.normalise(texts, keep_digits=True).to_pylist(), texts, strict=True):
+    result = hashing.text_hashes(texts)
+    assert result.shape == (len(texts), 2)
+    assert result.dtype == np.uint64
+    for row, normal, raw in zip(result, text.normalise(texts, keep_digits=True).to_pylist(), texts, strict=True):
         expected = xxhash.xxh3_128_intdigest(normal.encode()) if normal else xxhash.xxh3_128_intdigest(
             raw.encode(), seed=1)
         assert int(row[0]) << 64 | int(row[1]) == expected

@@ -71,9 +71,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypat
     shared.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "own"))
-    found = kernel_cache.folder.__wrapped__()
-    assert found == tmp_path / f"own/tidewheel-{os.getuid()}/kernels"
-    found.parent.chmod(0o770)
+    result = kernel_cache.folder.__wrapped__()
+    assert result == tmp_path / f"own/tidewheel-{os.getuid()}/kernels"
+    result.parent.chmod(0o770)
     assert kernel_cache.folder.__wrapped__() is None
     dispatcher = kernel_tools.numba.njit(lambda x: x + 1)
     monkeypatch.setattr(kernel_cache, "folder", lambda: None)

@@ -72,10 +72,10 @@ def test_folding_turns_a_byte_into_at_most_three():
 def test_words_match_a_plain_implementation(texts: list[str], keep_digits: bool):
     expected = [slow_words(document, keep_digits) for document in texts]
     assert text.normalise(texts, keep_digits=keep_digits).to_pylist() == [" ".join(words) for words in expected]
-    found = text.words(texts, keep_digits=keep_digits)
-    assert np.diff(found.offsets).tolist() == [len(words) for words in expected]
+    result = text.words(texts, keep_digits=keep_digits)
+    assert np.diff(result.offsets).tolist() == [len(words) for words in expected]
     by_word: dict[str, int] = {}
-    for word, value in zip((w for words in expected for w in words), found.hashes.tolist(), strict=True):
+    for word, value in zip((w for words in expected for w in words), result.hashes.tolist(), strict=True):
         assert by_word.setdefault(word, value) == value  # a hash depends on the word alone
     assert len(set(by_word.values())) == len(by_word)
 
@@ -85,11 +85,11 @@ def test_words_match_a_plain_implementation(texts: list[str], keep_digits: bool)
 def test_spans_point_at_the_word_and_normalising_twice_changes_nothing(texts: list[str], keep_digits: bool):
     once = text.normalise(texts, keep_digits=keep_digits)
     assert text.normalise(once, keep_digits=keep_digits).equals(once)
-    found = text.words(texts, keep_digits=keep_digits)
+    result = text.words(texts, keep_digits=keep_digits)
     for number, document in enumerate(texts):
         data, words = document.encode(), once[number].as_py().split()
-        for index, word in enumerate(words, int(found.offsets[number])):
-            span = data[found.starts[index] : found.ends[index]].decode()
+        for index, word in enumerate(words, int(result.offsets[number])):
+            span = data[result.starts[index] : result.ends[index]].decode()
             assert text.normalise([span], keep_digits=keep_digits)[0].as_py() == word
 
 

@@ -149,9 +149,9 @@ def test_a_record_of_a_file_gives_the_same_tokens_as_transformers(tokenizer, enc
     for source in (TOOLS_FIRST, DATED):
         config = json.dumps({**TOKENS, "chat_template": source}).encode()
         template = read_template(config, None, where="t", date=DAY)
-        found = tokens.encode([pa.table(rows, schema=DOCUMENT_SCHEMA)], encoder, template)
+        encoded = tokens.encode([pa.table(rows, schema=DOCUMENT_SCHEMA)], encoder, template)
         expected = oracle(tokenizer, source).apply_chat_template(spoken, tools=TOOLS, return_dict=True)["input_ids"]
-        assert (found.tokens.tolist(), len(found.dropped)) == (expected, 0)
+        assert (encoded.tokens.tolist(), len(encoded.dropped)) == (expected, 0)
 
 
 def test_a_tool_call_is_learnt_and_its_result_is_not(encoder):

@@ -63,13 +63,13 @@ def test_long_and_refused_pairs_are_dropped_with_a_reason(encoder):
 
 
 def write_set(folder, encoder: Encoder, table: pa.Table | None = None, **changes) -> None:
-    place = storage.store(folder)
+    folder_store = storage.store(folder)
     if table is None:
         table = encode_pairs(encoder, template(encoder, CHATML), [f"p{n}" for n in range(9)],
                              [pair(n) for n in range(9)], sequence_length=200, token_dtype="uint16").table
-    shards = tuple(write_shard(place, table.slice(first, 5)) for first in range(0, len(table), 5))
-    stamp = place.write("tokenizer.json", encoder.data)
-    write_manifest(place, Manifest(**{
+    shards = tuple(write_shard(folder_store, table.slice(first, 5)) for first in range(0, len(table), 5))
+    stamp = folder_store.write("tokenizer.json", encoder.data)
+    write_manifest(folder_store, Manifest(**{
         "sequence_length": 200, "token_dtype": "uint16", "vocabulary_size": encoder.padded_size, "documents": 9,
         "tokenizer": encoder.manifest(stamp.hash), "recipe_hash": "r", "evaluation_sets": (), "shards": shards,
         "kind": "preferences", **changes}))

@@ -31,10 +31,11 @@ def line(at: int, text: str) -> LogLine:
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    place = storage.store(tmp_path / "run")
-    write(place, "p0", (0.0, "info", 0, 0, "first"), (20.0, "warning", 1, 0, "fourth"), (20.0, "info", 1, 0, "fifth"))
-    write(place, "p1", (10.0, "error", 0, 1, "second\x1b[2J"), (15.0, "debug", 0, 1, "third"))
-    return place.uri
+    run_store = storage.store(tmp_path / "run")
+    write(run_store, "p0", (0.0, "info", 0, 0, "first"), (20.0, "warning", 1, 0, "fourth"),
+          (20.0, "info", 1, 0, "fifth"))
+    write(run_store, "p1", (10.0, "error", 0, 1, "second\x1b[2J"), (15.0, "debug", 0, 1, "third"))
+    return run_store.uri
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -72,21 +73,21 @@ def test_an_empty_result_lists_the_available_logs(run: str, tmp_path: Path, caps
 
 def test_follow_shows_each_line_once_until_the_run_is_over(run: str, capsys: pytest.CaptureFixture[str],
                                                            monkeypatch: pytest.MonkeyPatch):
-    place = storage.store(run)
+    run_store = storage.store(run)
 
     def next_look(seconds: float) -> None:
-        write(place, "p2", (30.0, "info", 2, 0, "sixth"))
-        place.write_json("result.json", {})
+        write(run_store, "p2", (30.0, "info", 2, 0, "sixth"))
+        run_store.write_json("result.json", {})
 
     monkeypatch.setattr("tidewheel.commands.logs.time.sleep", next_look)
     assert shown(capsys, run, "--follow") == ["first", "second", "third", "fourth", "fifth", "sixth"]
 
 
 def test_a_line_that_two_processes_passed_on_is_shown_once(run: str):
-    place = storage.store(run)
+    run_store = storage.store(run)
     again = LogLine(NOW + 11, "info", "run", 0, 1, 0, "a.b", "second", "p1", 0)
-    JsonLog(place, "logs/workers/p1.jsonl").append(again.as_json())
-    assert [line.text for line in RunLogs(place).new(LineFilter(rank=1))] == ["second\x1b[2J", "third"]
+    JsonLog(run_store, "logs/workers/p1.jsonl").append(again.as_json())
+    assert [line.text for line in RunLogs(run_store).new(LineFilter(rank=1))] == ["second\x1b[2J", "third"]
 
 
 class Counted:
@@ -109,16 +110,16 @@ def test_a_second_look_reads_only_what_was_added(remote: bool, tmp_path: Path, m
     with S3Server() if remote else contextlib.nullcontext() as server:
         if server is not None:
             server.create_bucket("runs")
-        place = storage.store("s3://runs/one" if remote else tmp_path / "run")
-        log = JsonLog(place, "logs/workers/p0.jsonl", 1e9)
+        run_store = storage.store("s3://runs/one" if remote else tmp_path / "run")
+        log = JsonLog(run_store, "logs/workers/p0.jsonl", 1e9)
         for at in range(200):
             log.append(line(at, "x" * 100).as_json())
         log.flush()
-        logs = RunLogs(place)
+        logs = RunLogs(run_store)
         assert len(logs.new(LineFilter())) == 200
         log.append(line(200, "added").as_json())
         log.flush()
-        counted = Counted(monkeypatch, place)
+        counted = Counted(monkeypatch, run_store)
         assert [found.text for found in logs.new(LineFilter())] == ["added"]
         assert counted.bytes == len(json.dumps(line(200, "added").as_json(), separators=(",", ":"))) + 1
         assert logs.new(LineFilter()) == []
@@ -126,12 +127,12 @@ def test_a_second_look_reads_only_what_was_added(remote: bool, tmp_path: Path, m
 
 
 def test_a_line_without_an_end_is_read_when_it_is_whole(tmp_path: Path):
-    place = storage.store(tmp_path / "run")
+    run_store = storage.store(tmp_path / "run")
     file = tmp_path / "run/logs/workers/p0.jsonl"
     file.parent.mkdir(parents=True)
     whole = json.dumps(line(0, "whole").as_json()).encode() + b"\n"
     file.write_bytes(whole + whole[:20])
-    logs = RunLogs(place)
+    logs = RunLogs(run_store)
     assert [found.text for found in logs.new(LineFilter())] == ["whole"]
     assert logs.new(LineFilter()) == []
     file.write_bytes(whole + json.dumps(line(len(whole), "later").as_json()).encode() + b"\n")

@@ -93,17 +93,17 @@ def test_printed_and_native_output_is_kept_and_still_goes_where_it_went(place: s
         os.write(2, b"no end")
         logger.warning("behind it")
         os.write(2, b"x" * 200_000)
-    found = lines(place)
-    assert [line.text for line in found][:6] == [
+    result = lines(place)
+    assert [line.text for line in result][:6] == [
         "from Python, with [hidden]", "from C", "from a child", "a record", "no end", "behind it"]
-    assert [line.logger for line in found][:6] == [PRINTED, PRINTED, PRINTED, __name__, PRINTED, __name__]
-    assert "".join(line.text for line in found[6:]) == "x" * 200_000  # long lines are cut, and nothing is lost
+    assert [line.logger for line in result][:6] == [PRINTED, PRINTED, PRINTED, __name__, PRINTED, __name__]
+    assert "".join(line.text for line in result[6:]) == "x" * 200_000  # long lines are cut, and nothing is lost
     captured = capfd.readouterr()
     assert captured.err.startswith("from Python, with [hidden]\nfrom C\nfrom a child\nno end\nbehind it\nxxx")
     assert "a record" not in captured.err
     copies = [LogLine.of_json(json.loads(line)) for path in beside.glob("tidewheel-run-*.log")
               for line in path.read_text().splitlines()]
-    assert copies == found
+    assert copies == result
     os.write(1, b"not ours any more\n")
     assert "not ours any more" in capfd.readouterr().out
 
@@ -171,17 +171,17 @@ def test_the_next_worker_of_the_node_passes_it_on(place: storage.Store, tmp_path
 
 def test_on_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with S3Server() as server:
-        place = storage.store(server.create_bucket("runs") + "/run")
+        bucket_store = storage.store(server.create_bucket("runs") + "/run")
         HERE.begin(0, 0)
-        with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
+        with logging_process(LogsConfig(), bucket_store, run="run", node="a", capture=False):
             logger.info("one")
-        kill_one(place, tmp_path)
-        with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
+        kill_one(bucket_store, tmp_path)
+        with logging_process(LogsConfig(), bucket_store, run="run", node="a", capture=False):
             logger.info("two")
-        found = lines(place)
-        assert [line.text for line in found if line.rank != 1] == ["one", "two"]
-        check_killed([line for line in found if line.rank == 1])
-        assert all(entry.key.startswith("logs/workers/") for entry in place.list())
+        result = lines(bucket_store)
+        assert [line.text for line in result if line.rank != 1] == ["one", "two"]
+        check_killed([line for line in result if line.rank == 1])
+        assert all(entry.key.startswith("logs/workers/") for entry in bucket_store.list())
 
 
 def test_an_unavailable_store_blocks_nobody_and_gets_its_lines_later(place: storage.Store, tmp_path: Path,
@@ -217,12 +217,12 @@ def test_a_buffer_that_is_full_drops_the_oldest_and_the_log_says_so(place: stora
         wait(lambda: log._reader.offset == os.fstat(log._output.descriptor).st_size)
         with log._passing:  # what was read has been handed over
             away[0] = False
-    found = lines(place)
-    dropped = [line for line in found if "missing here" in line.text]
+    result = lines(place)
+    dropped = [line for line in result if "missing here" in line.text]
     assert len(dropped) == 1
     assert dropped[0].level == "warning"
-    assert int(dropped[0].text.split()[0]) + len(found) - 1 == 1000
-    assert found[-1].text == "line 999"
+    assert int(dropped[0].text.split()[0]) + len(result) - 1 == 1000
+    assert result[-1].text == "line 999"
 
 
 def test_a_second_log_in_one_process_adds_nothing(place: storage.Store):

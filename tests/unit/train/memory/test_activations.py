@@ -49,19 +49,19 @@ def loss_and_gradients(model: Decoder) -> tuple[torch.Tensor, dict[str, torch.Te
 
 def kept_bytes(model: Decoder) -> int:
     """Bytes of activations that the graph holds after the forward pass, each storage once, in any memory."""
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
+            results[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(*batch())
     assert loss.requires_grad
-    return sum(found.values())
+    return sum(results.values())
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])

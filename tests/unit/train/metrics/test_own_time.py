@@ -169,11 +169,11 @@ class Driver:
 def test_what_the_driver_tells():
     driver = Driver()
     reader = Nvml(driver, "ab-12")
-    found = reader.read()
+    result = reader.read()
     reader.close()
-    assert found == GpuHealth(1980, UNKNOWN, 0x81)
-    assert found.throttled_by == ["power brake"], "an idle GPU is not slowed down"
-    assert found.describe() == "1980 MHz, slowed down by power brake"
+    assert result == GpuHealth(1980, UNKNOWN, 0x81)
+    assert result.throttled_by == ["power brake"], "an idle GPU is not slowed down"
+    assert result.describe() == "1980 MHz, slowed down by power brake"
     assert driver.asked == ["init", "shutdown"]
     with pytest.raises(Driver.NVMLError):
         Nvml(driver, "other")

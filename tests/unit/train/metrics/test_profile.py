@@ -21,9 +21,9 @@ from tidewheel.train.metrics.profile import Profiler, ranges
 
 @given(st.sets(st.integers(1, 30)))
 def test_neighbours_share_a_trace(steps: set[int]):
-    found = ranges(tuple(steps))
-    assert [step for first, last in found for step in range(first, last + 1)] == sorted(steps)
-    assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(found))
+    result = ranges(tuple(steps))
+    assert [step for first, last in result for step in range(first, last + 1)] == sorted(steps)
+    assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(result))
 
 
 def test_the_trace_holds_the_steps_and_no_others(tmp_path: Path):

@@ -51,15 +51,15 @@ def write_run(place: storage.Store) -> None:
 
 
 def check_run(folder: Path) -> None:
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    result = EventAccumulator(str(folder))
+    result.Reload()
+    losses = [(event.step, event.value) for event in result.Scalars("train/loss")]
     assert losses == [(1, 9.0), (2, 8.0), (3, 7.0), *((step, 20.0 - step) for step in range(4, 9))]
-    assert [event.wall_time for event in found.Scalars("speed/tokens_per_second")] == [1000.0 + s for s in range(1, 9)]
-    assert set(found.Tags()["scalars"]) == {
+    assert [event.wall_time for event in result.Scalars("speed/tokens_per_second")] == [1000.0 + s for s in range(1, 9)]
+    assert set(result.Tags()["scalars"]) == {
         "train/loss", "speed/tokens_per_second", "memory/host_resident_bytes", "validation/web/loss",
         "validation/web/bits_per_byte", "validation/web/tokens", "validation/code/loss"}
-    sample = found.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].decode()
+    sample = result.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].decode()
     assert sample == "    def f():\n      <script>"
 
 
@@ -71,12 +71,12 @@ def test_tensorboard_on_a_folder(tmp_path: Path):
 def test_tensorboard_on_an_object_store(tmp_path: Path):
     with S3Server() as server:
         server.create_bucket("runs")
-        place = storage.store("s3://runs/one")
-        write_run(place)
-        for entry in place.list("tensorboard"):
+        run_store = storage.store("s3://runs/one")
+        write_run(run_store)
+        for entry in run_store.list("tensorboard"):
             path = tmp_path / entry.key
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(place.read(entry.key))
+            path.write_bytes(run_store.read(entry.key))
     check_run(tmp_path / "tensorboard")
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
@@ -86,28 +86,28 @@ def test_tensorboard_files_on_an_object_store_end(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(event_files, "FILE_BYTES", 1000)
     with S3Server() as server:
         server.create_bucket("runs")
-        place = storage.store("s3://runs/two")
-        sink, late = EventFiles(place, flush_seconds=10.0), list[tuple[str, bytes]]()
+        run_store = storage.store("s3://runs/two")
+        sink, late = EventFiles(run_store, flush_seconds=10.0), list[tuple[str, bytes]]()
         for step in range(1, 101):
             sink.write(line(step, float(step)))
             if step % 40:
                 sink.flush()
                 continue
             with monkeypatch.context() as broken:
-                broken.setattr(type(place), "write", lambda _, key, data: late.append((key, data)) or 1 / 0)
+                broken.setattr(type(run_store), "write", lambda _, key, data: late.append((key, data)) or 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     sink.flush()
         sink.close()
         for key, data in late:
-            place.write(key, data)
-        entries = place.list("tensorboard")
+            run_store.write(key, data)
+        entries = run_store.list("tensorboard")
         for entry in entries:
             path = tmp_path / entry.key
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(place.read(entry.key))
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert [event.step for event in found.Scalars("train/loss")] == list(range(1, 101))
+            path.write_bytes(run_store.read(entry.key))
+    result = EventAccumulator(str(tmp_path / "tensorboard"))
+    result.Reload()
+    assert [event.step for event in result.Scalars("train/loss")] == list(range(1, 101))
     assert len(entries) < 30
 
 

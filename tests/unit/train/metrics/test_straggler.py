@@ -18,13 +18,13 @@ from tidewheel.train.runtime import Runtime
 
 @given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), min_size=1, max_size=5))
 def test_named_is_who_is_over_in_every_reading(rows: list[list[float]]):
-    found = {each.rank for each in stragglers(torch.tensor(rows, dtype=torch.float64), 0.2)}
+    results = {item.rank for item in stragglers(torch.tensor(rows, dtype=torch.float64), 0.2)}
     for rank in range(4):
         over = []
         for row in rows:
             ordered = sorted(row)
             over.append(row[rank] > 1.2 * ordered[1])
-        assert (rank in found) == all(over)
+        assert (rank in results) == all(over)
 
 
 class Scripted(Collectives):

@@ -70,10 +70,10 @@ def a_rank(folder: str) -> None:
         runs[f"{kind} {layout}"] = (kind, spread, optimizer)
     manager(folder).save(1, {name: training_state(spread, optimizer) for name, (_, spread, optimizer) in runs.items()},
                          {})
-    found = {}
+    results = {}
     for name, (kind, spread, optimizer) in runs.items():
         spread.take(optimizer, range(STEPS - 1, STEPS))
-        found[name] = [apart(spread, kind)]
+        results[name] = [apart(spread, kind)]
     for kind, layout in CASES:
         other = Spread("rows")
         runs[f"{kind} {layout}"] = (kind, other, build_optimizer(other, optimizers.KIND.build(kind)))
@@ -82,7 +82,7 @@ def a_rank(folder: str) -> None:
     for name, (kind, spread, optimizer) in runs.items():
         optimizer.restored()
         spread.take(optimizer, range(STEPS - 1, STEPS))
-        found[name].append(apart(spread, kind))
+        results[name].append(apart(spread, kind))
     with pytest.MonkeyPatch.context() as patch:
         fuse(patch)
         for kind, layout in CASES:
@@ -92,12 +92,12 @@ def a_rank(folder: str) -> None:
             for step in range(STEPS):
                 update(spread, optimizer, step, FACTOR)
             fuse(patch, on=False)
-            found[f"{kind} {layout}"].append(apart(spread, kind))
+            results[f"{kind} {layout}"].append(apart(spread, kind))
             fuse(patch)
     with pytest.raises(ConfigError, match="cut into columns of 128"):
         build_optimizer(Spread("tensor and rows"), optimizers.KIND.build("adamw8bit"))
     if torch.distributed.get_rank() == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
+        (Path(folder) / "found.json").write_text(json.dumps(results))
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,11 @@ def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     cuts = torch.randint(1, LENGTH - 5, (ROWS, 2), generator=generator).sort(dim=1).values
-    place = torch.arange(LENGTH)[None]
-    segments = (place >= cuts[:, :1]).long() + (place >= cuts[:, 1:])
+    positions = torch.arange(LENGTH)[None]
+    segments = (positions >= cuts[:, :1]).long() + (positions >= cuts[:, 1:])
     begins = torch.stack((torch.zeros_like(cuts[:, 0]), cuts[:, 0], cuts[:, 1]), dim=1).gather(1, segments)
     segments[::3, -3:] = -1
-    return tokens, place - begins, segments
+    return tokens, positions - begins, segments
 
 
 def micro_batches(seed: int, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:

@@ -43,13 +43,13 @@ def gradients(runtime: Runtime, half: int | None = None, **layout: str) -> tuple
     micro_batches = [micro(parts, index, index + 1, 2 * index // MICRO_BATCHES) for index in rank_range]
     optimizer = build_optimizer(model, config.optimizer)
     result = train_step(model, optimizer, micro_batches, Collectives(runtime), virtual_ranks=2, precision="bf16")
-    found = {}
+    results = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert gradient is not None
         assert gradient.dtype == torch.float32, f"{layout}: {name}"
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found, result.gradient_norm
+        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return results, result.gradient_norm
 
 
 def every_layout_equals_one_process() -> None:

@@ -93,7 +93,7 @@ def meshes_that_live(folder: Path) -> None:
     for _, rank in generations(folder):
         train(rank)
         gc.collect()
-        counts.append(sum(isinstance(each, DeviceMesh) for each in gc.get_objects()))
+        counts.append(sum(isinstance(get_object, DeviceMesh) for get_object in gc.get_objects()))
     assert counts[-1] == counts[1], counts
 
 

@@ -44,6 +44,6 @@ def test_the_layout_may_change_while_the_run_goes_on(tmp_path: Path):
     expected = weights(still, still)
     for name, value in weights(moved, still).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-4, err_msg=name)
-    found = audit(moved.run_uri)
-    assert found.ok, found.summary()
-    assert (found.redone, found.world_sizes) == (0, (4, 1))
+    audited = audit(moved.run_uri)
+    assert audited.ok, audited.summary()
+    assert (audited.redone, audited.world_sizes) == (0, (4, 1))

@@ -55,11 +55,11 @@ def test_ranks_keep_the_fewest_nodes_at_the_end_of_a_step():
     """With twelve virtual ranks, a power of two of them is one node and three are two nodes."""
     def covers(size: int) -> list[int]:
         order = GradientOrder(12, MicroBatchShare(0, size))
-        found = [order.cover([(rank, 0)]) for rank in range(size)]
-        assert sum(1 << level for nodes in found for level, _ in nodes) == 12
-        assert sorted(first_leaf(node) for nodes in found for node in nodes) == [
-            first_leaf(node) for nodes in found for node in nodes]
-        return [len(nodes) for nodes in found]
+        results = [order.cover([(rank, 0)]) for rank in range(size)]
+        assert sum(1 << level for nodes in results for level, _ in nodes) == 12
+        assert sorted(first_leaf(node) for nodes in results for node in nodes) == [
+            first_leaf(node) for nodes in results for node in nodes]
+        return [len(nodes) for nodes in results]
 
     assert covers(3) == [1, 1, 1]
     assert covers(4) == [2, 2, 2, 2]

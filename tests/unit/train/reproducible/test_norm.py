@@ -44,9 +44,9 @@ def test_the_norm_equals_the_exact_sum_of_squares(seed):
 def test_sums_in_fixed_point_are_exact(numbers):
     sums = torch.tensor([x if x > 2.0**-250 else 0.0 for x in numbers], dtype=torch.float64)
     pieces = norm.pieces(sums)
-    found = sum(Fraction(piece) * Fraction(2) ** (norm.TOP - norm.BITS * (place + 1))
+    result = sum(Fraction(piece) * Fraction(2) ** (norm.TOP - norm.BITS * (place + 1))
                 for place, piece in enumerate(pieces.tolist()))
-    assert found == sum(map(Fraction, sums.tolist()))
+    assert result == sum(map(Fraction, sums.tolist()))
 
 
 @pytest.mark.parametrize("extreme", [2.0**-149, 2.0**127, 1.0])

@@ -89,25 +89,25 @@ def micro_batches(model: ParallelModel, config: TrainConfig, step: int) -> list[
     for number in model.share.of(total):
         generator = torch.Generator().manual_seed(1000 * step + number)
         tokens = torch.randint(0, VOCABULARY, (batch.micro_sequences, LENGTH), generator=generator)
-        place = torch.arange(LENGTH).expand_as(tokens).clone()
-        segments = (place >= 3 + number % 7).long()
+        positions = torch.arange(LENGTH).expand_as(tokens).clone()
+        segments = (positions >= 3 + number % 7).long()
         if number % 3 == 0:
             segments[:, -4:] = -1
         targets = next_tokens(tokens, segments)
-        found.append(MicroBatch(tokens, place, segments, targets, number * batch.virtual_ranks // total,
+        found.append(MicroBatch(tokens, positions, segments, targets, number * batch.virtual_ranks // total,
                                 int((segments >= 0).sum()), int((targets >= 0).sum())))
     return found
 
 
 def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
     """Return the SHA-256 of all tensors, gathered, in the order of their names."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for group in sorted(state):
         for name, tensor in sorted(state[group].items()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            found.update(f"{group}/{name} {tuple(whole.shape)}".encode())
-            found.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            result.update(f"{group}/{name} {tuple(whole.shape)}".encode())
+            result.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -130,9 +130,9 @@ def train(case: Case) -> dict[str, Any]:
 
 def train_all(ranks: int, folder: str) -> None:
     with deterministic_kernels():
-        found = {case.name: train(case) for case in CASES if case.ranks == ranks}
+        by_name = {case.name: train(case) for case in CASES if case.ranks == ranks}
     if ranks == 1 or dist.get_rank() == 0:
-        Path(folder, f"{ranks}.json").write_text(json.dumps(found))
+        Path(folder, f"{ranks}.json").write_text(json.dumps(by_name))
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,12 @@ def leg(config: TrainConfig, generation: int) -> None:
 
 def figures(config: TrainConfig) -> dict[int, Any]:
     """Return losses and norms by step from metrics.jsonl, without times and numbers of workers."""
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for line in jsonlog.read(storage.store(config.run_uri), "metrics.jsonl"):
         wanted = {key: line[key] for key in ("tokens", "loss", "gradient_norm", "learning_rate", "validation_loss")
                   if key in line}
-        found[line["step"]] = {**found.get(line["step"], {}), **wanted}
-    return found
+        results[line["step"]] = {**results.get(line["step"], {}), **wanted}
+    return results
 
 
 @pytest.mark.timeout(200)
@@ -47,6 +47,6 @@ def test_any_history_has_the_same_bits(tmp_path: Path):
     assert figures(moved) == figures(still)
     assert len(figures(moved)) == STEPS
     assert digest(moved.run_uri).state == digest(still.run_uri).state
-    found = audit(moved.run_uri)
-    assert found.ok, found.summary()
-    assert (found.redone, found.world_sizes) == (0, (4, 2, 1, 4))
+    audited = audit(moved.run_uri)
+    assert audited.ok, audited.summary()
+    assert (audited.redone, audited.world_sizes) == (0, (4, 2, 1, 4))
