@@ -13,6 +13,7 @@ from pathlib import Path
 
 import tidewheel
 from tests.every import every
+from tests.source import parsed
 
 PACKAGE = Path(tidewheel.__file__).parent
 COMMANDS = ("commands/", "cli.py")
@@ -119,7 +120,7 @@ def class_problems(name: str, node: ast.ClassDef) -> list[str]:
 
 @every(modules())
 def test_public_names_are_documented(module: str) -> None:
-    tree = ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
+    tree = parsed(PACKAGE / module)
     problems = ["the module has no docstring"] if tree.body and not ast.get_docstring(tree) else []
     for name, node, cls in public(tree):
         if isinstance(node, ast.ClassDef):

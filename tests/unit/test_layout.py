@@ -16,6 +16,7 @@ import pytest
 import tidewheel
 from tests.conftest import LONGEST_FIRST
 from tests.every import every
+from tests.source import parsed
 from tidewheel.data.filter import FILTERS
 from tidewheel.data.reader import READERS
 
@@ -71,6 +72,9 @@ ALLOWED_CIRCLES = ALLOWED_BACKWARDS | {
 RAY_ROOMS = ("autoscaler.py", "data/pipeline.py", "data/stages/", "elastic/", "cluster/", "workflow/", "demo/")
 
 
+tree_of = functools.cache(parsed)
+
+
 @functools.cache
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
@@ -88,7 +92,7 @@ MODULES = frozenset(dotted(path) for path in modules()) - {""}
 def imports(path: Path) -> set[str]:
     """Return every module that a file imports, also inside functions, without those under TYPE_CHECKING."""
     names: set[str] = set()
-    tree = parsed(path)
+    tree = tree_of(path)
     typing_only = {
         id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
@@ -106,16 +110,11 @@ def imports(path: Path) -> set[str]:
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """Return the modules of the package that a file uses: of `from a import b`, `a.b` if that is a module, else `a`."""
     known = MODULES
     modules_used: set[str] = set()
-    tree = parsed(path)
+    tree = tree_of(path)
     names = {name.removeprefix("tidewheel.") for name in imports(path) if name.startswith("tidewheel.")} & known
     from_package = {(node.module or "").removeprefix("tidewheel."): {alias.name for alias in node.names}
                     for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -237,7 +236,7 @@ ENGLISH = {"urls", "language", "words", "classifier"}
 
 def identifiers_and_strings(path: Path) -> set[str]:
     """Return the names, attributes, arguments and words in strings of a file, without docstrings."""
-    tree = parsed(path)
+    tree = tree_of(path)
     plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     identifiers: set[str] = set()
     for node in ast.walk(tree):
@@ -258,7 +257,7 @@ def identifiers_and_strings(path: Path) -> set[str]:
 
 def part_imports(path: Path) -> set[str]:
     """Return the built-in filters that a file imports, also under TYPE_CHECKING."""
-    tree = parsed(path)
+    tree = tree_of(path)
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     modules |= {f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
                 for alias in node.names}
@@ -278,7 +277,7 @@ def test_no_second_list_of_filters(path):
 
 
 def test_the_facade_for_editors_has_every_filter():
-    tree = ast.parse((PACKAGE / FACADE).read_text())
+    tree = tree_of(PACKAGE / FACADE)
     listed = {alias.asname: (node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
               for alias in node.names if alias.asname}
     assert listed == {name: (part.__module__, part.__name__) for name in FILTERS.built_in()
@@ -303,7 +302,7 @@ def reader_modules() -> set[str]:
 
 
 def strings(path: Path) -> set[str]:
-    return {node.value for node in ast.walk(ast.parse(path.read_text()))
+    return {node.value for node in ast.walk(tree_of(path))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import tidewheel
 from tests.every import every
+from tests.source import parsed
 
 PACKAGE = Path(tidewheel.__file__).parent
 PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
@@ -40,6 +41,6 @@ def test_a_module_has_one_logger_of_its_name_and_prints_nothing(path: Path):
     assert loggers in ([], ["__name__"])
     if inside.startswith(TALKS_TO_PEOPLE):
         return
-    prints = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
+    prints = [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)
               and isinstance(node.func, ast.Name) and node.func.id == "print"]
     assert len(prints) <= (inside in WAITS), f"{inside}:{prints} prints; use the module's logger"

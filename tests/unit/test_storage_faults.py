@@ -202,7 +202,8 @@ def test_a_silent_store_is_reported_after_the_budget(silent: list[socket.socket]
         errors = list(pool.map(error_of, OPERATIONS.values()))
     assert all("proxy" in error.fix for error in errors)
     tries = len(OPERATIONS) * int(SHORT.budget_seconds / SHORT.request_seconds + 1)
-    assert len(OPERATIONS) <= len(silent) <= tries  # one policy: neither botocore nor s3fs multiplies the tries
+    # one policy: neither botocore nor s3fs multiplies the tries; on a busy machine a limit may pass before connecting
+    assert len(silent) <= tries
 
 
 @pytest.mark.parametrize("name", ["write", "read", "list", "size"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tidewheel
+from tests.source import parsed
 
 ROOT = Path(tidewheel.__file__).parent
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
@@ -23,7 +24,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 def test_modules_log_to_a_logger_of_their_own_name():
     logging_modules = 0
     for path in ROOT.rglob("*.py"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         root_calls = [name for name, _ in calls(tree) if name in LEVELS or name == "basicConfig"]
         assert root_calls == [], f"{path} logs to the root logger"
         loggers = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)
