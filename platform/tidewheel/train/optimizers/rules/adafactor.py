@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from tidewheel.train.optimizers.rules.on_device import count_update, kernel, local, scale_and_skip
+from tidewheel.train.optimizers.rules.on_device import count_update, groups_to_update, kernel, local
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -73,11 +73,7 @@ class Adafactor(torch.optim.Adafactor):
 
     def _step_on_device(self) -> None:
         """Update as `_update` does; scalars are tensors, and the gradient's scale divides sums instead of elements."""
-        for group in self.param_groups:
-            held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not held:
-                continue
-            scale, skip = scale_and_skip(self, local(held[0]).device)
+        for group, held, scale, skip in groups_to_update(self):
             count_update([self.state[parameter]["step"] for parameter in held], skip)
             count = self.state[held[0]]["step"]  # all parameters have had the same updates
             share, rate = count ** group["beta2_decay"], count.rsqrt().clamp(max=group["lr"])

@@ -14,7 +14,7 @@ from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from tidewheel.errors import ConfigError
-from tidewheel.train.optimizers.rules.on_device import count_update, kernel, local, scale_and_skip
+from tidewheel.train.optimizers.rules.on_device import count_update, groups_to_update, kernel, local
 
 BLOCK = 256
 """Number of elements that share a scale, as in https://arxiv.org/abs/2110.02861."""
@@ -75,11 +75,7 @@ class AdamW8bit(TorchaoAdamW8bit):
 
     @torch.no_grad()
     def _step_on_device(self) -> None:
-        for group in self.param_groups:
-            held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not held:
-                continue
-            scale, skip = scale_and_skip(self, local(held[0]).device)
+        for group, held, scale, skip in groups_to_update(self):
             count_update([self.state[parameter]["step"] for parameter in held], skip)
             settings = (group["lr"], *group["betas"], group["weight_decay"], group["eps"], scale, skip)
             for parameter in held:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from tidewheel.train.optimizers.rules.on_device import kernel, local, scale_and_skip
+from tidewheel.train.optimizers.rules.on_device import groups_to_update, kernel, local
 
 
 class Muon(torch.optim.Muon):
@@ -41,11 +41,7 @@ class Muon(torch.optim.Muon):
             super().step(closure)
             return
         assert closure is None
-        for group in self.param_groups:
-            held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not held:
-                continue
-            scale, skip = scale_and_skip(self, local(held[0]).device)
+        for group, held, scale, skip in groups_to_update(self):
             updates = [self._momentum(parameter, group, scale, skip) for parameter in held]
             function = partial(_zeropower_via_newtonschulz, ns_coefficients=group["ns_coefficients"],
                                ns_steps=group["ns_steps"], eps=group["eps"])

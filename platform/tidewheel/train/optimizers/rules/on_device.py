@@ -8,7 +8,7 @@ made, and a withheld update leaves every bit of parameters and state as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from typing import Any, ParamSpec
 
@@ -66,6 +66,20 @@ def scale_and_skip(optimizer: torch.optim.Optimizer, device: torch.device) -> tu
     scale = torch.ones((), device=device) if scale is None else scale.to(device, non_blocking=True)
     skip = torch.zeros((), device=device) if skip is None else skip.to(device, non_blocking=True)
     return scale, skip != 0
+
+
+def groups_to_update(optimizer: torch.optim.Optimizer) -> Iterator[
+        tuple[dict[str, Any], list[Any], torch.Tensor, torch.Tensor]]:
+    """Yield each group that has gradients, its parameters with one, and `scale_and_skip` on their device.
+
+    Args:
+        optimizer: whose groups are updated.
+    """
+    for group in optimizer.param_groups:
+        held = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if held:
+            scale, skip = scale_and_skip(optimizer, local(held[0]).device)
+            yield group, held, scale, skip
 
 
 def count_update(counts: Iterable[torch.Tensor], skip: torch.Tensor) -> None:
