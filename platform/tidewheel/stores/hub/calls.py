@@ -23,8 +23,6 @@ T = TypeVar("T")
 POLICY = retry.POLICY
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadline of a hub request", default=None)
-
-
 _reached: set[str] = set()
 """Endpoints that have answered this process."""
 
