@@ -72,13 +72,13 @@ class Gelu(tw.Model):
     FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)
     RESIDUAL_OUTPUTS = ("attention.wo.weight", "ffn.down.weight")
 
-    def block(self):
-        from tidewheel.models.decoder import Attention, Block
+    def block(self, layer):
+        from tidewheel.models.blocks import Attention, Block
 
         return Block(self, Attention(self, bias=True), Mlp(self.dim, self.ffn_width))
 
-    def tensor_parallel(self):
-        return {**super().tensor_parallel(), "ffn.up": "columns", "ffn.down": "rows"}
+    def tensor_parallel(self, layer):
+        return {**super().tensor_parallel(layer), "ffn.up": "columns", "ffn.down": "rows"}
 
     def extra_parameters(self):
         queries_keys_values = (self.num_heads + 2 * self.kv_heads) * self.head_width

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from tidewheel.data.similar import SimilarityIndex
     from tidewheel.errors import TidewheelError
     from tidewheel.models import families as models
-    from tidewheel.models.family import Cut, FeedForwardShape, Model
+    from tidewheel.models.config import Rope
+    from tidewheel.models.costs import FeedForwardShape, LayerCosts
+    from tidewheel.models.family import Cut, Model
     from tidewheel.rewards.scoring.base import Failure, Reward, Sample, Scores
     from tidewheel.rewards.scoring.process import RewardProcess
     from tidewheel.storage import Store
@@ -58,7 +60,9 @@ _HOMES = {
     "Verdicts": "tidewheel.data.filter",
     "Cut": "tidewheel.models.family",
     "SimilarityIndex": "tidewheel.data.similar",
-    "FeedForwardShape": "tidewheel.models.family",
+    "FeedForwardShape": "tidewheel.models.costs",
+    "LayerCosts": "tidewheel.models.costs",
+    "Rope": "tidewheel.models.config",
     "Model": "tidewheel.models.family",
     "FileHead": "tidewheel.data.reader",
     "FileMatch": "tidewheel.data.reader",
@@ -103,11 +107,11 @@ _MODULES = {
 }
 
 __all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "Failure", "FeedForwardShape",
-           "FileHead", "FileMatch", "Filter", "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs",
-           "Pipeline", "Reader", "Record", "Reward", "RewardProcess", "Sample", "Schedule", "Scores", "SimilarityIndex",
-           "Step", "Storage", "Store", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
-           "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "rewards",
-           "schedules", "trackers"]
+           "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model", "Objective", "Optimizer",
+           "Outputs", "Pipeline", "Reader", "Record", "Reward", "RewardProcess", "Rope", "Sample", "Schedule", "Scores",
+           "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError", "Tokenizer", "TrackedRun",
+           "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models", "objectives",
+           "optimizers", "rewards", "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -24,7 +24,7 @@ from tidewheel.models.initial_values import init_parameter, init_rows
 def matrices(model: Llama) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (name, shape) of the matrices of a block."""
     with torch.device("meta"):
-        block = model.block()
+        block = model.block(0)
     for name, parameter in block.named_parameters():
         if parameter.ndim > 1:
             yield f"blocks.0.{name}", tuple(parameter.shape)

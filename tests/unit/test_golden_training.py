@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from tests.golden import training
 from tests.golden.compare import training_problem
 from tidewheel.config import build
-from tidewheel.models import decoder, families, loss
+from tidewheel.models import families, loss
+from tidewheel.models.blocks import norms
 from tidewheel.train import objectives, optimizers
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim import base
@@ -120,7 +121,7 @@ CHANGES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a longer warm-up": ("schedule constant", lambda patch: patch.setattr(Schedule, "learning_rate", _late_warmup)),
     "another penalty": ("objective next_token", lambda patch: patch.setattr(loss, "cross_entropy", _squared_once)),
     "another epsilon in norms": ("model family llama", lambda patch: patch.setattr(
-        decoder.RMSNorm, "forward", _norm_with_epsilon_outside)),
+        norms.RMSNorm, "forward", _norm_with_epsilon_outside)),
     "other initial weights": ("model family llama", lambda patch: patch.setattr(
         _part(families.KIND, "llama"), "RESIDUAL_OUTPUTS", ("attention.wo.weight",))),
 }

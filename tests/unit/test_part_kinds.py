@@ -135,7 +135,7 @@ class MyModel(tw.Model):
     size: int = 1
     FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)
 
-    def block(self):
+    def block(self, layer):
         raise NotImplementedError
 
 

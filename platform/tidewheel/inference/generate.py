@@ -92,35 +92,42 @@ class Cache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0
-        """Number of tokens seen."""
         self._layers: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lengths: dict[nn.Module, int] = {}
 
-    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None) -> DocumentMask:
+    @property
+    def length(self) -> int:
+        """Return the number of tokens that all layers have seen."""
+        return min(self._lengths.values(), default=0)
+
+    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None,
+             window: int | None = None) -> DocumentMask:
         """Return the mask of new tokens, which follow those seen. Replaces `Decoder.mask`.
 
         Args:
             segment_ids: [1, L] of the new tokens.
             x: input of the first block [1, L, D].
             documents: not used: a text is one document.
+            window: of a sliding window.
         """
         begin = self.length
-        self.length += x.shape[1]
-        indices = torch.arange(self.length, device=x.device)
-        seen = torch.zeros(1, self.length, dtype=segment_ids.dtype, device=x.device)
-        return document_mask(segment_ids, "masked", places=indices[begin:], key_segments=seen, key_places=indices,
-                             keys=self._extend)
+        indices = torch.arange(begin + x.shape[1], device=x.device)
+        seen = torch.zeros(1, len(indices), dtype=segment_ids.dtype, device=x.device)
+        return document_mask(segment_ids, "masked", window=window, places=indices[begin:], key_segments=seen,
+                             key_places=indices, keys=self._extend)
 
     def _extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new keys and values of a layer; return all of them."""
         if layer not in self._layers:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
+            self._layers[layer] = (k.new_empty(*k.shape[:2], self.capacity, k.shape[3]),
+                                   v.new_empty(*v.shape[:2], self.capacity, v.shape[3]))
         keys, values = self._layers[layer]
-        new = slice(self.length - k.shape[2], self.length)
-        keys[:, :, new] = k
-        values[:, :, new] = v
-        return keys[:, :, :self.length], values[:, :, :self.length]
+        begin = self._lengths.get(layer, 0)
+        end = begin + k.shape[2]
+        keys[:, :, begin:end] = k
+        values[:, :, begin:end] = v
+        self._lengths[layer] = end
+        return keys[:, :, :end], values[:, :, :end]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from tidewheel.models.attention_kernels import Choice, Machine, activate, choose
 from tidewheel.models.documents import Documents
@@ -68,7 +68,7 @@ class DocumentMask:
 
 def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, head_width: int = 64,
                   whole: bool = True, documents: Documents | None = None, window: int | None = None,
-                  flash: str = "auto") -> Choice:
+                  flash: str = "auto", plain: bool = True) -> Choice:
     """Return the attention kernel for a micro-batch on this machine; see `attention_kernels.choose`.
 
     Args:
@@ -80,13 +80,14 @@ def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, h
         documents: the layout of the micro-batch; None: it was not computed while the batch was loaded.
         window: of a sliding window.
         flash: `model.flash_attention`.
+        plain: see `Model.plain_attention`.
 
     Raises:
         ConfigError: the requested kernel cannot run here.
     """
     whole_rows = documents is not None and documents.whole_rows
     return choose(requested, Machine.of(device), dtype, head_width, rows_complete=whole, whole_rows=whole_rows,
-                  window=window is not None, flash=flash)
+                  window=window is not None, flash=flash, plain=plain)
 
 
 def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *, documents: Documents | None = None,
@@ -181,7 +182,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentMask) -> torch.Tensor:
+def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentMask, *,
+                       scale: float | None = None, soft_cap: float | None = None,
+                       sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Compute attention under a mask.
 
     Args:
@@ -189,26 +192,76 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
         k: keys [B, K, L, E]; head h of q uses head h // (H / K).
         v: values [B, K, L, E].
         mask: from `document_mask`.
+        scale: factor of the scores q k; default: 1 / sqrt(E).
+        soft_cap: c of c tanh(scores / c); default: scores stay. Only masked and flex can.
+        sinks: [H], logits that join the softmax of their head and have no value. Only masked and flex can.
 
     Returns:
         [B, H, Q, E].
+
+    Raises:
+        ValueError: the mask's kernel has neither soft-capping nor sinks.
     """
     grouped = q.shape[1] != k.shape[1]
     if mask.blocks is not None:
-        eager = q.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the rest
-        flex: Any = _compiled(flex_attention) if eager else flex_attention
-        return flex(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
+        return _flex(q, k, v, mask.blocks, scale, soft_cap, sinks)
+    if mask.dense is None:
+        if soft_cap is not None or sinks is not None:
+            raise ValueError(f"{mask.kernel} attention has neither soft-capping nor sinks; use masked or flex")
+        if scale is not None:  # these kernels multiply by 1 / sqrt(E)
+            q = q * (scale * q.shape[-1] ** 0.5)
     if mask.flash is not None and mask.offsets is not None and mask.longest is not None:
         return mask.flash(q, k, v, mask.offsets, mask.longest.shape[0])
     if mask.causal is not None:
         return mask.causal(q, k, v)
+    assert mask.dense is not None
     if grouped:
         k, v = _repeated(q, k), _repeated(q, v)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= PLAIN_LENGTH:
-        assert mask.dense is not None
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-        return scores.masked_fill(~mask.dense, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense)
+    is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= PLAIN_LENGTH
+    if is_short or soft_cap is not None or sinks is not None:
+        return _plain(q, k, v, mask.dense, scale, soft_cap, sinks)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: torch.Tensor, scale: float | None,
+           soft_cap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Compute attention as two products and a softmax, with the score matrix in memory; see `document_attention`."""
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~dense, -torch.inf)
+    if sinks is None:
+        return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, column), dim=-1).softmax(dim=-1, dtype=torch.float32)
+    return weights[..., :-1].to(v.dtype) @ v
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: BlockMask, scale: float | None,
+          soft_cap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Compute attention with FlexAttention; see `document_attention`.
+
+    A sink adds exp(sink) to the denominator, which is exp(lse): the result without it is multiplied by
+    exp(lse) / (exp(lse) + exp(sink)).
+    """
+    eager = q.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the rest
+    flex: Any = _compiled(flex_attention) if eager else flex_attention
+    options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": q.shape[1] != k.shape[1], "scale": scale}
+    if soft_cap is not None:
+        options["score_mod"] = _soft_cap(soft_cap)
+    if sinks is None:
+        return flex(q, k, v, **options)
+    out, aux = flex(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    return out * torch.sigmoid(aux.lse - sinks[None, :, None].float())[..., None].to(out.dtype)
+
+
+@functools.cache
+def _soft_cap(cap: float) -> Callable[..., torch.Tensor]:
+    """Return FlexAttention's `score_mod` of soft-capping."""
+    def capped(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 def _repeated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

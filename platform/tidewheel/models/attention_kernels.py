@@ -68,7 +68,7 @@ class Choice:
 
 
 def choose(requested: str, machine: Machine, dtype: torch.dtype, head_width: int, *, rows_complete: bool = True,
-           whole_rows: bool = False, window: bool = False, flash: str = "auto") -> Choice:
+           whole_rows: bool = False, window: bool = False, flash: str = "auto", plain: bool = True) -> Choice:
     """Return the kernel of a micro-batch. It depends on nothing but the arguments.
 
     Args:
@@ -80,11 +80,15 @@ def choose(requested: str, machine: Machine, dtype: torch.dtype, head_width: int
         whole_rows: whether each row is one document, see `Documents`.
         window: whether a sliding window limits the keys.
         flash: `model.flash_attention`: an implementation's name, or "auto" for the best one here.
+        plain: whether weights are softmax(q k). Only masked and flex have soft-capping and sinks.
 
     Raises:
         ConfigError: the requested kernel or implementation cannot run here.
     """
-    able = machine.device == "cuda" and dtype in HALVES and rows_complete and _fits_flash(machine, head_width)
+    if requested == "varlen" and not plain:
+        raise ConfigError("varlen attention has neither soft-capping nor sinks, which this model family needs",
+                          where="model.attention", fix="set model.attention=auto")
+    able = plain and machine.device == "cuda" and dtype in HALVES and rows_complete and _fits_flash(machine, head_width)
     if requested == "varlen" and not able:
         raise ConfigError(f"varlen attention needs CUDA, 16-bit precision, whole rows and heads of a multiple of 8 up "
                           f"to {_widest(machine)}; here are {machine.device}, {dtype}, heads of {head_width} and "

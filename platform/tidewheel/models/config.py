@@ -1,6 +1,8 @@
-"""Settings of RoPE scaling and of the loss. Nothing here imports torch."""
+"""Settings of RoPE and of the loss. Nothing here imports torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pydantic
 from pydantic import Field
@@ -30,6 +32,23 @@ class RopeScaling(Config):
             raise ValueError(f"low_frequency_factor {self.low_frequency_factor:g} is not below "
                              f"high_frequency_factor {self.high_frequency_factor:g}")
         return self
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary position embedding of a layer.
+
+    Args:
+        width: entries of a head that turn, from the first on.
+        theta: base of the frequencies.
+        scaling: for sequences longer than the original length.
+        length: longest sequence, which dynamic scaling is computed for.
+    """
+
+    width: int
+    theta: float
+    scaling: RopeScaling | None = None
+    length: int = 0
 
 
 class LossConfig(Config):

@@ -4,12 +4,12 @@
         "A decoder with biases and GELU."
         FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)
 
-        def block(self):
-            from tidewheel.models.decoder import Attention, Block
+        def block(self, layer):
+            from tidewheel.models.blocks import Attention, Block
             return Block(self, Attention(self), Mlp(self.dim, self.ffn_width))
 
-        def tensor_parallel(self):
-            return {**super().tensor_parallel(), "ffn.up": "columns", "ffn.down": "rows"}
+        def tensor_parallel(self, layer):
+            return {**super().tensor_parallel(layer), "ffn.up": "columns", "ffn.down": "rows"}
 
 The decoder (`models/decoder.py`) has the embedding, attention masks, the final norm, the output and the loss. Pipeline
 and context parallelism, FSDP2, checkpoints and resharding work for every family. Nothing here imports torch before a
@@ -19,8 +19,7 @@ block is built.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pydantic
@@ -28,35 +27,23 @@ from pydantic import Field
 
 from tidewheel.config import Setting
 from tidewheel.errors import ConfigError
-from tidewheel.models.config import RopeScaling
+from tidewheel.models.config import Rope, RopeScaling
+from tidewheel.models.costs import FeedForwardShape, LayerCosts
 from tidewheel.parts import Part, name_of
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     from torch import nn
 
-Cut = Literal["gathered", "columns", "rows", "positions", "heads"]
+Cut = Literal["gathered", "columns", "rows", "positions", "added", "heads", "width", "per_head"]
 """How tensor parallelism treats a module of a block.
 
 gathered: the module takes the residual stream of all positions. columns: a linear layer, sharded by its outputs. rows:
 a linear layer, sharded by its inputs; its result is summed and sharded by positions. positions, heads: a norm of the
-residual stream, or of heads, that every rank holds whole.
+residual stream, or of heads, that every rank holds whole. added: a norm of what a part adds to the residual stream,
+that every rank holds whole. width: a norm over all heads together, sharded like the heads. per_head: parameters with a
+value for each query head, sharded like the heads.
 """
-
-
-@dataclass(frozen=True)
-class FeedForwardShape:
-    """Costs of a feed-forward of inner width F, from which FLOPs, memory and time are estimated.
-
-    Args:
-        inputs: number of matrices [D, F] that read the residual stream. One matrix [F, D] writes to it.
-        kept: number of tensors of width F per token that eager autograd keeps for the backward pass.
-        kept_compiled: the same number for a compiled block.
-    """
-
-    inputs: int
-    kept: int
-    kept_compiled: int
 
 
 KERNELS = ("attention", "flash_attention", "fused_products")
@@ -135,7 +122,7 @@ class Model(Part):
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Model:
         if not hasattr(type(self), "FEED_FORWARD") or type(self).block is Model.block:
-            raise ValueError("a model family has FEED_FORWARD = tw.FeedForwardShape(...) and a method block()")
+            raise ValueError("a model family has FEED_FORWARD = tw.FeedForwardShape(...) and a method block(layer)")
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}")
         if self.head_dim is None and self.dim % self.num_heads:
@@ -145,15 +132,36 @@ class Model(Part):
         return self
 
     # -- what a family defines -----------------------------------------------------------------
-    def block(self) -> nn.Module:
+    def block(self, layer: int) -> nn.Module:
         """Return one block with uninitialised parameters: forward(x [B, L, D], rope, mask) -> [B, L, D].
 
-        It is called for each layer, perhaps on the meta device.
+        A mixture of experts returns (x, its routing). It is called for each layer, perhaps on the meta device.
+
+        Args:
+            layer: index of the block, from 0.
         """
         raise NotImplementedError
 
-    def tensor_parallel(self) -> Mapping[str, Cut]:
-        """Return how tensor parallelism treats the modules of a block, by name. Other modules stay whole."""
+    def norm(self, width: int | None = None) -> nn.Module:
+        """Return a norm with uninitialised parameters; default: RMSNorm.
+
+        Args:
+            width: of the input; default: `dim`.
+        """
+        from tidewheel.models.blocks.norms import RMSNorm
+
+        return RMSNorm(width or self.dim, self.norm_epsilon)
+
+    def window(self, layer: int) -> int | None:
+        """Return the tokens that a token of a layer sees, itself included; None: all earlier ones of its document."""
+        return None
+
+    def rope(self, layer: int) -> Rope | None:
+        """Return the rotary position embedding of a layer; None: it has none."""
+        return Rope(self.head_width, self.rope_theta, self.rope_scaling, self.max_sequence_length)
+
+    def tensor_parallel(self, layer: int) -> Mapping[str, Cut]:
+        """Return how tensor parallelism treats the modules of a layer's block, by name. Other modules stay whole."""
         return {"attention_norm": "positions", "attention": "gathered", "attention.wq": "columns",
                 "attention.wk": "columns", "attention.wv": "columns", "attention.wo": "rows",
                 "ffn_norm": "positions", "ffn": "gathered"}
@@ -167,10 +175,37 @@ class Model(Part):
         """
         return 0, 0
 
+    def layer_costs(self, layer: int) -> LayerCosts:
+        """Return the parameters of a layer's block, without building it. A mixture of experts overrides it."""
+        attention = 2 * self.dim * self.head_width * (self.num_heads + self.kv_heads)
+        matrices = attention + (self.FEED_FORWARD.inputs + 1) * self.dim * self.ffn_width
+        cut, whole = self.extra_parameters()
+        return LayerCosts(matrices, matrices, cut=cut, whole=2 * self.dim + whole, inner=self.ffn_width)
+
     @property
     def ffn_width(self) -> int:
         """Return the inner width of the feed-forward."""
         return self.ffn_dim or 4 * self.dim
+
+    @property
+    def learned_positions(self) -> int:
+        """Return the number of learned positions, which the embedding adds; 0: none."""
+        return 0
+
+    @property
+    def embedding_scale(self) -> float:
+        """Return the factor of the embedding's rows."""
+        return 1.0
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """Return c, if the logits are c tanh(logits / c)."""
+        return None
+
+    @property
+    def plain_attention(self) -> bool:
+        """Return whether attention weights are softmax(scale q k) in every layer, without soft-capping and sinks."""
+        return True
 
     def hugging_face_names(self) -> dict[str, str]:
         """Return {name here: name at Hugging Face} of a block's modules: {"attention.wq": "self_attn.q_proj", ...}.
@@ -227,11 +262,28 @@ class Model(Part):
         """Return the standard deviation of initial weights."""
         return self.init_std or self.dim**-0.5
 
+    def costs(self, layers: Iterable[int] | None = None) -> LayerCosts:
+        """Return the parameters of several blocks together; default: of all.
+
+        Args:
+            layers: their indices.
+        """
+        chosen = range(self.num_layers) if layers is None else layers
+        return sum((self.layer_costs(layer) for layer in chosen), LayerCosts(0, 0))
+
+    def parameters(self, vocabulary_size: int) -> int:
+        """Return the number of parameters of the whole model, without building it.
+
+        Args:
+            vocabulary_size: rows of the embedding.
+        """
+        ends = vocabulary_size * self.dim * (1 if self.tie_embeddings else 2) + self.learned_positions * self.dim
+        return self.costs().parameters + ends + self.norm_parameters
+
     @property
-    def block_matrices(self) -> int:
-        """Return the number of parameters in a block's matrices, which tensor parallelism shards."""
-        attention = 2 * self.dim * self.head_width * (self.num_heads + self.kv_heads)
-        return attention + (self.FEED_FORWARD.inputs + 1) * self.dim * self.ffn_width
+    def norm_parameters(self) -> int:
+        """Return the number of parameters of the final norm."""
+        return self.dim
 
     def shape(self) -> dict[str, Setting]:
         """Return the settings that decide what the model computes.
@@ -246,18 +298,22 @@ class Model(Part):
         return {**kind, **self.model_dump(mode="json", exclude={*KERNELS, "init_from"})}
 
     def matmul_parameters(self, vocabulary_size: int) -> int:
-        """Return the number of parameters that multiply every token: blocks and output matrix, not the embedding."""
-        return self.num_layers * self.block_matrices + vocabulary_size * self.dim
+        """Return the number of parameters that multiply a token: blocks and output matrix, not the embedding.
+
+        Of a mixture of experts, those of the experts that a token passes.
+        """
+        return self.costs().active + vocabulary_size * self.dim
 
     def flops_per_token(self, vocabulary_size: int, sequence_length: int) -> int:
         """Return training FLOPs per token: 6 N + 12 layers x heads x head width x L.
 
         N is `matmul_parameters`. Attention counts as full and recomputation does not count (the PaLM convention,
-        https://arxiv.org/abs/2204.02311 appendix B).
+        https://arxiv.org/abs/2204.02311 appendix B). In a layer with a window, L is at most the window.
 
         Args:
             vocabulary_size: rows of the output matrix.
             sequence_length: L.
         """
-        attention = 12 * self.num_layers * self.num_heads * self.head_width * sequence_length
+        seen = sum(min(self.window(layer) or sequence_length, sequence_length) for layer in range(self.num_layers))
+        attention = 12 * self.num_heads * self.head_width * seen
         return 6 * self.matmul_parameters(vocabulary_size) + attention

@@ -35,11 +35,15 @@ class TokenLoss(nn.Module):
     """The sum of token losses of hidden states. It is a module so that loss parallelism can replace it.
 
     It returns the cross-entropy alone. The z-loss acts through the gradient only, so that losses stay comparable.
+
+    Args:
+        config: settings of the cross-entropy.
+        soft_cap: of the model's logits, see `soft_capped`.
     """
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(self, config: LossConfig, soft_cap: float | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.soft_cap = config, soft_cap
 
     def forward(self, x_BLD: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], weight_VD: torch.Tensor,
                 targets_BL: torch.Tensor) -> torch.Tensor:
@@ -47,7 +51,7 @@ class TokenLoss(nn.Module):
 
         Args:
             x_BLD: normalised hidden states.
-            output: computes logits [B, L, V], x @ weight.T; called only if all logits may exist at once.
+            output: computes logits [B, L, V], x @ weight.T and soft-capped; called only if all may exist at once.
             weight_VD: output matrix.
             targets_BL: int64.
         """
@@ -55,7 +59,15 @@ class TokenLoss(nn.Module):
         if rows == targets_BL.numel():
             return cross_entropy(output(x_BLD).flatten(0, -2), targets_BL.flatten(), self.config.z_loss)
         return linear_cross_entropy(x_BLD.flatten(0, -2), weight_VD, targets_BL.flatten(), rows=rows,
-                                    z_loss=self.config.z_loss)
+                                    z_loss=self.config.z_loss, soft_cap=self.soft_cap)
+
+
+def soft_capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return cap tanh(logits / cap), computed in fp32, in the dtype of the logits; without a cap the logits themselves.
+
+    Gemma 2 bounds its logits so (https://arxiv.org/abs/2408.00118, section 2).
+    """
+    return logits if cap is None else (cap * torch.tanh(logits.float() / cap)).to(logits.dtype)
 
 
 def chunk_rows(tokens: int, vocabulary_size: int, chunk_tokens: int | None,
@@ -104,7 +116,7 @@ def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: floa
 
 def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, *, rows: int,
                          z_loss: float = 0.0, cross_entropy: CrossEntropy = cross_entropy,
-                         gradients: TokenGradients | None = None) -> torch.Tensor:
+                         gradients: TokenGradients | None = None, soft_cap: float | None = None) -> torch.Tensor:
     """Return `cross_entropy` of x @ weight.T, with the logits of `rows` tokens at a time.
 
     The gradient of a chunk is computed in the forward pass, while its logits exist, so nothing is computed twice (as in
@@ -120,8 +132,13 @@ def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N:
         z_loss: weight of the z-loss.
         cross_entropy: of a chunk of logits; loss parallelism has its own.
         gradients: default: `token_gradients`; loss parallelism has its own.
+        soft_cap: of the logits, see `soft_capped`.
     """
     dtype = product_dtype(x_ND)
+    if gradients is None:
+        gradients = _compiled_gradients() if x_ND.is_cuda else token_gradients
+    if soft_cap is not None:
+        cross_entropy, gradients = _of_capped(cross_entropy, soft_cap), _gradients_of_capped(gradients, soft_cap)
     if dtype == torch.float16 and torch.is_grad_enabled():
         def of(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return cross_entropy(F.linear(x, weight_VD), targets, z_loss)
@@ -130,10 +147,26 @@ def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N:
                  for x, targets in zip(x_ND.split(rows), targets_N.split(rows))]
         return torch.stack(parts).sum()
     needs_gradient = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    if gradients is None:
-        gradients = _compiled_gradients() if x_ND.is_cuda else token_gradients
     return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, z_loss, dtype, needs_gradient, cross_entropy,
                                      gradients)
+
+
+def _of_capped(cross_entropy: CrossEntropy, cap: float) -> CrossEntropy:
+    """Return the cross-entropy of soft-capped logits, as a function of the logits before."""
+    def capped(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: float) -> torch.Tensor:
+        return cross_entropy(soft_capped(logits_NV, cap), targets_N, z_loss)
+
+    return capped
+
+
+def _gradients_of_capped(gradients: TokenGradients, cap: float) -> TokenGradients:
+    """Return the gradients with respect to the logits before soft-capping: those after it times 1 - tanh^2."""
+    def capped(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+        bounded = torch.tanh(logits_NV.float() / cap)
+        loss, gradient = gradients((cap * bounded).to(logits_NV.dtype), targets_N, z_loss)
+        return loss, (gradient.float() * (1 - bounded.square())).to(logits_NV.dtype)
+
+    return capped
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

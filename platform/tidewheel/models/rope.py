@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tidewheel.models.config import RopeScaling
+from tidewheel.models.config import Rope, RopeScaling
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Cosines and sines of a batch, fp32 [B, 1, L, E / 2], computed once and shared by all layers.
+    """Cosines and sines of a batch, fp32 [B, 1, L, E / 2], computed once and shared by all layers of one `Rope`.
 
     It is not a pytree: FSDP's mixed precision casts the tensors among a block's inputs, and must leave these in fp32.
     """
@@ -45,26 +45,27 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None,
     return plain * (stays + (1 - stays) / scaling.factor)
 
 
-def rope_table(positions: torch.Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RopeTable:
+def rope_table(positions: torch.Tensor, rope: Rope) -> RopeTable:
     """Return the table of a batch.
 
     Args:
         positions: integers [B, L].
-        head_dim: width of a head.
-        theta: base of the frequencies.
-        scaling: see `frequencies`.
+        rope: of a layer.
     """
-    turning = frequencies(head_dim, theta, scaling, device=positions.device)
+    turning = frequencies(rope.width, rope.theta, rope.scaling, device=positions.device)
     angles = positions[:, None, :, None].float() * turning
     return RopeTable(angles.cos(), angles.sin())
 
 
 def apply_rope(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + E/2]) of each head by their angle, in fp32.
+    """Rotate the pairs (x[i], x[i + W/2]) of each head by their angle, in fp32. W is the width that turns, E or less.
 
     Args:
         x: queries or keys [B, H, L, E].
-        rope: angles of the positions.
+        rope: angles of the positions, of W / 2 pairs.
     """
+    width = 2 * rope.cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((apply_rope(x[..., :width], rope), x[..., width:]), dim=-1)
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * rope.cos - right * rope.sin, right * rope.cos + left * rope.sin), dim=-1).to(x.dtype)

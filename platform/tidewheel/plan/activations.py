@@ -133,7 +133,7 @@ def product_sizes(model: Model) -> list[int]:
 
 def product_names(model: Model) -> list[str]:
     """Return the names of a block's matrices, in the order in which a block computes their products."""
-    cuts = {name: cut for name, cut in model.tensor_parallel().items() if name not in ATTENTION}
+    cuts = {name: cut for name, cut in model.tensor_parallel(0).items() if name not in ATTENTION}
     return [*ATTENTION, *(name for kind in ("columns", "rows") for name, cut in cuts.items() if cut == kind)]
 
 

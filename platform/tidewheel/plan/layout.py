@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from tidewheel.models.costs import LayerCosts
 from tidewheel.models.family import Model
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
@@ -33,14 +34,24 @@ class Job:
         return self.config.model
 
     @cached_property
-    def block_matrices(self) -> int:
-        """Parameters of a block that tensor parallelism cuts: its matrices, and the biases of their outputs."""
-        return self.model.block_matrices + self.model.extra_parameters()[0]
+    def costs(self) -> LayerCosts:
+        """Parameters of all blocks."""
+        return self.model.costs()
 
     @cached_property
-    def block_norms(self) -> int:
-        """Parameters of a block that every tensor-parallel rank has: its norms and other biases."""
-        return 2 * self.model.dim + self.model.extra_parameters()[1]
+    def block_matrices(self) -> float:
+        """Parameters of a block that tensor parallelism cuts, on average: its matrices, and biases of their outputs."""
+        return _share(self.costs.matrices + self.costs.cut, self.model.num_layers)
+
+    @cached_property
+    def block_products(self) -> float:
+        """Parameters of a block that multiply a token, on average."""
+        return _share(self.costs.active + self.costs.cut, self.model.num_layers)
+
+    @cached_property
+    def block_norms(self) -> float:
+        """Parameters of a block that every tensor-parallel rank has, on average: its norms and other biases."""
+        return _share(self.costs.whole, self.model.num_layers)
 
     @cached_property
     def vocabulary_matrix(self) -> int:
@@ -50,9 +61,7 @@ class Job:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        model = self.model
-        return (model.num_layers * (self.block_matrices + self.block_norms) + model.dim
-                + self.vocabulary_matrix * (1 if model.tie_embeddings else 2))
+        return self.model.parameters(self.vocabulary_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -79,7 +88,7 @@ class Job:
     def optimizer_bytes(self) -> float:
         """Bytes of optimizer state per parameter, with fp32 master weights beside bf16 parameters."""
         masters = 4 if self.weight_bytes == 2 else 0
-        state = self.config.optimizer.state_bytes(self.parameters, self.model.num_layers * self.block_matrices)
+        state = self.config.optimizer.state_bytes(self.parameters, self.costs.matrices + self.costs.cut)
         return state / self.parameters + masters
 
     @property
@@ -227,6 +236,11 @@ class Held:
         if self.is_tied or not self.blocks:
             return self.embedding or self.output
         return self.embedding or self.block
+
+
+def _share(total: int, parts: int) -> float:
+    """Return a part of a total, as an integer if it is one."""
+    return total // parts if total % parts == 0 else total / parts
 
 
 def held(job: Job, layout: Layout, share: Share) -> Held:

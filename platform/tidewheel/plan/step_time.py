@@ -116,7 +116,7 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     p, model, gpu = layout.parallel, job.model, cluster.kind
     tokens = layout.micro_sequences * job.sequence_length / p.context
     rate = {"fp32": gpu.fp32, "fp8": gpu.matmul_fp8 or gpu.matmul}.get(job.config.precision, gpu.matmul)
-    products = tokens * share.blocks * 2 * job.block_matrices / p.tensor / rate
+    products = tokens * share.blocks * 2 * job.block_products / p.tensor / rate
     length = min(job.sequence_length, cluster.document_tokens or job.sequence_length)
     scores = tokens * share.blocks * 2 * model.num_heads * model.head_width / p.tensor * length
     scores /= min(rate, gpu.attention)

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention
 from tests.unit.models.varlen_on_cpu import varlen_on_cpu
 from tidewheel.models.attention import document_attention, document_mask
 from tidewheel.models.attention_kernels import Choice, Machine, choose
+from tidewheel.models.config import Rope
 from tidewheel.models.documents import Documents
 from tidewheel.models.families import Llama
 from tidewheel.models.rope import rope_table
@@ -153,7 +154,7 @@ def test_a_block_compiles_once_with_every_kernel(kernel: str):
     """Two micro-batches, the second with more and shorter documents, forward and backward: one graph, no break."""
     config = Llama(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=32)
     length = 160
-    block, rope = config.block(), rope_table(torch.arange(length).expand(2, length), 8, 1e4)
+    block, rope = config.block(0), rope_table(torch.arange(length).expand(2, length), Rope(8, 1e4))
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)

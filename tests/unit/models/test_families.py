@@ -67,7 +67,7 @@ def test_an_incomplete_family_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     module = f"half_{missing}"
     attributes = {"FEED_FORWARD": "FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)",
-                  "block": "def block(self): return None"}
+                  "block": "def block(self, layer): return None"}
     kept = "".join(f"    {line}\n" for name, line in attributes.items() if name != missing)
     (tmp_path / f"{module}.py").write_text(f"import tidewheel as tw\n\n\nclass Half(tw.Model):\n{kept}")
     with pytest.raises(ConfigError, match=r"FEED_FORWARD = .* and a method block"):
@@ -79,7 +79,7 @@ def test_an_error_in_a_block_is_reported_with_its_line(tmp_path: Path, monkeypat
     (tmp_path / "wrong_block.py").write_text(
         "import tidewheel as tw\n\n\nclass Wrong(tw.Model):\n"
         "    FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)\n"
-        "    def block(self):\n        return self.no_such_width\n")
+        "    def block(self, layer):\n        return self.no_such_width\n")
     made = build(TrainConfig, {"model": {"kind": "wrong_block:Wrong"}})
     with pytest.raises(ConfigError, match="no_such_width") as refused:
         Decoder(made.model, 128)
@@ -148,4 +148,4 @@ def test_tensor_parallelism_of_a_missing_module_is_refused(family: str):
 
     model, made = decoder(family)
     with pytest.raises(ConfigError, match=r"'ffn\.w1'"):
-        _block_plan(model.blocks[0], {**made.model.tensor_parallel(), "ffn.w1": "columns"})
+        _block_plan(model.blocks[0], {**made.model.tensor_parallel(0), "ffn.w1": "columns"})

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import on_ranks
 from tests.unit.train.parallel.layouts import config, train
 from tidewheel.errors import ConfigError
-from tidewheel.models.decoder import Attention, Decoder, next_tokens
+from tidewheel.models.blocks import Attention
+from tidewheel.models.decoder import Decoder, next_tokens
 from tidewheel.models.families import Llama
 from tidewheel.models.initial_values import init_parameter
 from tidewheel.models.products import products

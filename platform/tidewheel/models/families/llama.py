@@ -70,14 +70,14 @@ class Llama(Model):
     qk_norm: bool = True
     """Apply RMSNorm to each query and key head, as Qwen 3 does. It bounds attention logits at high learning rates."""
 
-    def block(self) -> nn.Module:
-        from tidewheel.models.decoder import Attention, Block, SwiGLU
+    def block(self, layer: int) -> nn.Module:
+        from tidewheel.models.blocks import Attention, Block, SwiGLU
 
         return Block(self, Attention(self, qk_norm=self.qk_norm), SwiGLU(
             self.dim, self.ffn_width, fused=self.fused_products))
 
-    def tensor_parallel(self) -> Mapping[str, Cut]:
-        plan: dict[str, Cut] = {**super().tensor_parallel(), "ffn.w1": "columns", "ffn.w3": "columns",
+    def tensor_parallel(self, layer: int) -> Mapping[str, Cut]:
+        plan: dict[str, Cut] = {**super().tensor_parallel(layer), "ffn.w1": "columns", "ffn.w3": "columns",
                                 "ffn.w2": "rows"}
         return {**plan, "attention.q_norm": "heads", "attention.k_norm": "heads"} if self.qk_norm else plan
 

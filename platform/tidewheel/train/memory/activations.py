@@ -55,11 +55,10 @@ def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
     """
     kind = config.activation_checkpointing
     blocks = [(int(name.rpartition(".")[2]), block) for name, block in model.named_modules() if _BLOCK.search(name)]
-    contexts = None
-    if kind == "selective":
-        names = product_names(model.config) if config.keep_products else ()
-        _check_names(config, names)
-        contexts = partial(_selective, config, names)
+    names: dict[int, tuple[str, ...]] = {index: () for index, _ in blocks}
+    if kind == "selective" and config.keep_products:
+        names = {index: product_names(model.config, index) for index, _ in blocks}
+        _check_names(config, tuple(dict.fromkeys(name for of_block in names.values() for name in of_block)))
     for index, block in blocks:  # the index in the whole model, also in a pipeline stage
         if config.keeps_block(index, model.config.num_layers):
             continue
@@ -67,6 +66,7 @@ def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
             part = _part(block, PARTS[kind])
             part.__class__ = _recomputed(type(part))  # type: ignore[arg-type]
             continue
+        contexts = partial(_selective, config, names[index]) if kind == "selective" else None
         again = partial(_checkpointed, block.forward, contexts, kind == "offload")
         block.forward = again  # type: ignore[method-assign]
 
@@ -101,21 +101,23 @@ def _check_names(config: MemoryConfig, names: Sequence[str]) -> None:
                               where="memory.keep_products", fix="name layers that it has")
 
 
-def product_names(model: Model) -> tuple[str, ...]:
+def product_names(model: Model, layer: int = 0) -> tuple[str, ...]:
     """Return the names of a block's linear layers in the order in which it computes their products.
 
     Args:
         model: the model family's settings; a block of it runs on the meta device.
+        layer: index of the block.
     """
     names: list[str] = []
     with torch.device("meta"), torch.no_grad():
-        block = model.block()
-        for name, layer in block.named_modules():
-            if isinstance(layer, nn.Linear):
-                layer.register_forward_hook(lambda *_, name=name: names.append(name))
+        block = model.block(layer)
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda *_, name=name: names.append(name))
         positions = torch.zeros(1, 2, dtype=torch.int64)
-        rope = rope_table(positions, model.head_width, model.rope_theta)
-        block(torch.zeros(1, 2, model.dim), rope, document_mask(positions))
+        rope = model.rope(layer)
+        table = None if rope is None else rope_table(positions, rope)
+        block(torch.zeros(1, 2, model.dim), table, document_mask(positions))
     return tuple(names)
 
 

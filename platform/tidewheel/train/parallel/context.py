@@ -89,23 +89,26 @@ class SharedRows:
         self._tensor = tensor
         self._group, self._rank, self._size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
-    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None) -> DocumentMask:
+    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None,
+             window: int | None = None) -> DocumentMask:
         """Return the mask of this rank's queries; replaces `Decoder.mask`.
 
         Args:
             segment_ids: [B, L], of whole rows.
             x: [B, L / N / T, D], this rank's positions.
             documents: of the whole rows.
+            window: of a sliding window.
         """
         length = segment_ids.shape[1]
         if x.shape[1] * self._tensor == length:  # not cut: generation
-            return self._mask_of_whole(segment_ids, x, documents)
+            return self._mask_of_whole(segment_ids, x, documents, window)
         ranks = [kept_positions(length, rank, self._size, segment_ids.device) for rank in range(self._size)]
         own_positions = ranks[self._rank]
         all_positions = torch.cat(ranks)
         config = self._model.config
-        kernel = choose_kernel(config.attention, x.device, product_dtype(x), head_width=config.head_width, whole=False)
-        return document_mask(segment_ids[:, own_positions], kernel, places=own_positions,
+        kernel = choose_kernel(config.attention, x.device, product_dtype(x), head_width=config.head_width, whole=False,
+                               plain=config.plain_attention)
+        return document_mask(segment_ids[:, own_positions], kernel, window=window, places=own_positions,
                              key_segments=segment_ids[:, all_positions], key_places=all_positions, keys=self.keys)
 
     def keys(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

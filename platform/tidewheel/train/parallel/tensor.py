@@ -27,8 +27,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.blocks.norms import WidthNorm
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Cut
+from tidewheel.models.loss import soft_capped
 from tidewheel.train.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss, shard_rows, whole_logits
 
 
@@ -45,13 +47,13 @@ def apply(model: Decoder, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: the model family names a module that its block does not have.
     """
-    for block in model.blocks:
-        parallelize_module(block, mesh, _block_plan(block, model.config.tensor_parallel()))
+    for layer, block in model.layers():
+        parallelize_module(block, mesh, _block_plan(block, model.config.tensor_parallel(layer)))
     if model.embedding is not None:
-        model.register_module("embedding", VocabularyEmbedding(model.embedding.weight, mesh))
+        model.register_module("embedding", VocabularyEmbedding(model.embedding, mesh))
     if model.norm is not None:
         parallelize_module(model, mesh, {"norm": SequenceParallel()})
-        model.register_module("token_loss", VocabularyLoss(model.token_loss.config, mesh))
+        model.register_module("token_loss", VocabularyLoss(model.token_loss, mesh))
         model.logits = functools.partial(_logits, model, mesh)  # type: ignore[method-assign]
     if model.output is not None:
         model.output.weight = shard_rows(model.output.weight, mesh)
@@ -76,9 +78,24 @@ def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Parallel
             plan[name] = RowwiseParallel(output_layouts=Shard(1))
         elif cut == "positions":
             plan[name] = SequenceParallel()
+        elif cut == "added":
+            plan[name] = SequenceParallel(use_local_output=True)
+        elif cut in ("width", "per_head"):
+            plan[name] = _ShardedValues()
         else:  # [B, H/T, L, E] is sharded by heads, which a norm treats like positions
             plan[name] = SequenceParallel(use_local_output=True)
     return plan
+
+
+class _ShardedValues(ParallelStyle):
+    """Shard a module's vectors, which have values for each head, like the heads. Its input is this rank's part."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, shard_rows(parameter, mesh))
+        if isinstance(module, WidthNorm):
+            module.group = mesh.get_group()
+        return module
 
 
 def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
@@ -96,4 +113,4 @@ def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 def _logits(model: Decoder, mesh: DeviceMesh, x_BLD: torch.Tensor) -> torch.Tensor:
     """Return whole logits; replaces `Decoder.logits`."""
-    return whole_logits(x_BLD, model.weight, mesh)
+    return soft_capped(whole_logits(x_BLD, model.weight, mesh), model.config.logit_soft_cap)

@@ -20,9 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tidewheel.models.config import LossConfig
-from tidewheel.models.decoder import look_up
-from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy, minus_one
+from tidewheel.models.blocks.embedding import Embedding, look_up
+from tidewheel.models.loss import IGNORED, TokenLoss, chunk_rows, linear_cross_entropy, minus_one, soft_capped
 
 
 def shard_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -40,17 +39,32 @@ class VocabularyEmbedding(nn.Module):
     output_dtype: torch.dtype | None = None
     """Dtype of the result; default: that of the weight."""
 
-    def __init__(self, weight: torch.Tensor, mesh: DeviceMesh) -> None:
+    def __init__(self, whole: Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight, self.mesh = shard_rows(weight, mesh), mesh
+        self.weight, self.mesh, self.scale = shard_rows(whole.weight, mesh), mesh, whole.scale
+        self.positions = None if whole.positions is None else shard_rows(whole.positions, mesh)
 
-    def forward(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [B, L/T, D] of int64 [B, L]; L must be a multiple of T."""
-        weight_SD = _local(self.weight)
-        row_BL, here_BL = _own_rows(tokens_BL, weight_SD.shape[0], self.mesh)
-        part_BLD = look_up(row_BL, weight_SD, self.output_dtype) * here_BL[..., None]
+    def forward(self, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the embeddings [B, L/T, D] of int64 [B, L]; L must be a multiple of T.
+
+        Args:
+            tokens_BL: int64.
+            positions_BL: integers, needed if positions are learned; the number of these is a multiple of T.
+        """
+        part_BLD = self._own(tokens_BL, self.weight)
+        if self.scale != 1.0:
+            part_BLD = part_BLD * self.scale
+        if self.positions is not None:
+            assert positions_BL is not None
+            part_BLD = part_BLD + self._own(positions_BL, self.positions)
         part = DTensor.from_local(part_BLD, self.mesh, [Partial()], run_check=False)
         return part.redistribute(placements=[Shard(1)]).to_local().clone()  # FSDP2 cannot guard a view
+
+    def _own(self, ids_BL: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a sharded matrix that this rank has, [B, L, D], and zeros for the others."""
+        rows_SD = _local(rows)
+        row_BL, here_BL = _own_rows(ids_BL, rows_SD.shape[0], self.mesh)
+        return look_up(row_BL, rows_SD, self.output_dtype) * here_BL[..., None]
 
 
 def whole_logits(x_BLD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -68,9 +82,9 @@ def whole_logits(x_BLD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh)
 class VocabularyLoss(nn.Module):
     """The loss over sharded logits, equal on every rank of the group; replaces `models.loss.TokenLoss`."""
 
-    def __init__(self, config: LossConfig, mesh: DeviceMesh) -> None:
+    def __init__(self, whole: TokenLoss, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
+        self.config, self.soft_cap, self.mesh = whole.config, whole.soft_cap, mesh
 
     def forward(self, x_BLD: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], weight_VD: torch.Tensor,
                 targets_BL: torch.Tensor) -> torch.Tensor:
@@ -86,9 +100,10 @@ class VocabularyLoss(nn.Module):
         targets_N, z_loss = targets_BL.flatten(), self.config.z_loss
         rows = chunk_rows(len(targets_N), weight_SD.shape[0], self.config.chunk_tokens, x_ND.device)
         if rows == len(targets_N):
-            return self.cross_entropy(F.linear(x_ND, weight_SD), targets_N, z_loss)
+            return self.cross_entropy(soft_capped(F.linear(x_ND, weight_SD), self.soft_cap), targets_N, z_loss)
         return linear_cross_entropy(x_ND, weight_SD, targets_N, rows=rows, z_loss=z_loss,
-                                    cross_entropy=self.cross_entropy, gradients=self.token_gradients)
+                                    cross_entropy=self.cross_entropy, gradients=self.token_gradients,
+                                    soft_cap=self.soft_cap)
 
     def cross_entropy(self, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
         """Return `models.loss.cross_entropy` of all logits.
