@@ -26,10 +26,10 @@ import pydantic
 from pydantic import Field
 
 from tidewheel.config import Setting
-from tidewheel.errors import ConfigError
 from tidewheel.models.config import Rope, RopeScaling
 from tidewheel.models.costs import FeedForwardShape, LayerCosts
-from tidewheel.parts import Part, name_of
+from tidewheel.models.huggingface_form import HuggingFaceForm
+from tidewheel.parts import name_of
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ KERNELS = ("attention", "flash_attention", "fused_products")
 """Settings of a model that change only speed and rounding."""
 
 
-class Model(Part):
+class Model(HuggingFaceForm):
     """Base of every model family: the shape of a pre-norm decoder with RoPE and grouped-query attention."""
 
     VERSION: ClassVar[Version] = Version("decoder")
@@ -61,8 +61,6 @@ class Model(Part):
     """Costs of its feed-forward."""
     RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ("attention.wo.weight",)
     """Suffixes of the names of matrices that write to the residual stream. Their initial values are smaller."""
-    MODEL_TYPES: ClassVar[tuple[str, ...]] = ()
-    """Values of `model_type` in the config.json files that `from_hugging_face` reads."""
 
     preset: str = Field(default="", exclude=True)
     """Start from a named shape of the family (`PRESETS`); other keys change it."""
@@ -206,45 +204,6 @@ class Model(Part):
     def plain_attention(self) -> bool:
         """Return whether attention weights are softmax(scale q k) in every layer, without soft-capping and sinks."""
         return True
-
-    def hugging_face_names(self) -> dict[str, str]:
-        """Return {name here: name at Hugging Face} of a block's modules: {"attention.wq": "self_attn.q_proj", ...}.
-
-        Raises:
-            ConfigError: transformers has no such model.
-        """
-        raise self._unknown_elsewhere()
-
-    def to_hugging_face(self, vocabulary_size: int, *, eos: int | None, dtype: str) -> dict[str, Setting]:
-        """Return the content of config.json, for transformers 4 and 5.
-
-        Args:
-            vocabulary_size: rows of the embedding.
-            eos: id of the token that ends a document.
-            dtype: of the weights, "float32".
-
-        Raises:
-            ConfigError: transformers has no such model.
-        """
-        raise self._unknown_elsewhere()
-
-    @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Setting], where: str) -> Model:
-        """Return the configuration of a config.json whose `model_type` is one of `MODEL_TYPES`.
-
-        Args:
-            values: content of config.json.
-            where: its URI, for messages.
-
-        Raises:
-            ConfigError: the variant of the model is computed differently, or a setting is missing.
-        """
-        raise NotImplementedError
-
-    def _unknown_elsewhere(self) -> ConfigError:
-        return ConfigError(f"the model family {name_of(type(self))} has no counterpart at Hugging Face",
-                           where="model.kind", fix="export models of a family that has one, or implement "
-                           "hugging_face_names and to_hugging_face in the family")
 
     # -- what follows from the settings --------------------------------------------------------
     @property

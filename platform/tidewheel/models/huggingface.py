@@ -1,7 +1,7 @@
 """Import from and export to Hugging Face's format: config.json and safetensors files.
 
 Nothing is unpickled: weights that are not safetensors are refused. RoPE rotates the same pairs as in transformers, so
-weights are renamed but never permuted.
+weights are renamed, or split and joined as the family says, but never permuted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import safetensors
@@ -18,6 +19,7 @@ import torch
 
 from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models import families
+from tidewheel.models.conversion import Conversion, renamed
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
 from tidewheel.storage import Store
@@ -29,20 +31,39 @@ SHARD_BYTES = 2_000_000_000
 """Weights of a larger model are written in several files of at most this size, with an index. Only one file's weights
 are in memory at a time."""
 
-_OUTER = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
-          "output.weight": "lm_head.weight"}
-
-
 def their_name(name: str, config: Model) -> str:
-    """Return the name of a parameter at Hugging Face.
+    """Return the name at Hugging Face of a parameter that is only renamed.
 
     "blocks.3.attention.wq.weight" is "model.layers.3.self_attn.q_proj.weight".
     """
-    if name in _OUTER:
-        return _OUTER[name]
+    if name in config.HUGGING_FACE_ENDS:
+        return config.HUGGING_FACE_ENDS[name]
     _, layer, inner = name.split(".", 2)
     module, _, kind = inner.rpartition(".")
-    return f"model.layers.{layer}.{config.hugging_face_names()[module]}.{kind}"
+    return f"{config.HUGGING_FACE_LAYER.format(layer)}{config.hugging_face_names()[module]}.{kind}"
+
+
+def conversions(config: Model, names: Sequence[str], present: Collection[str] | None = None) -> list[Conversion]:
+    """Return the conversions of all parameters, with names in the whole model, in the order of `names`.
+
+    Args:
+        config: the model.
+        names: of all parameters here.
+        present: names of all weights of the checkpoint that is read; None: a checkpoint is written.
+    """
+    of_weight: dict[str, Conversion] = {}
+    for layer in range(config.num_layers):
+        ours, theirs = f"blocks.{layer}.", config.HUGGING_FACE_LAYER.format(layer)
+        inner = None if present is None else {name.removeprefix(theirs) for name in present if name.startswith(theirs)}
+        for one in config.hugging_face_weights(layer, inner):
+            whole = replace(one, ours=tuple(ours + name for name in one.ours),
+                            theirs=tuple(theirs + name for name in one.theirs))
+            of_weight |= dict.fromkeys(whole.ours, whole)
+    result: dict[tuple[str, ...], Conversion] = {}
+    for name in names:
+        one = of_weight[name] if name in of_weight else renamed(name, their_name(name, config))
+        result[one.ours] = one
+    return list(result.values())
 
 
 def parameter_shapes(config: Model, vocabulary_size: int) -> dict[str, torch.Size]:
@@ -112,18 +133,26 @@ def write(folder: Store, config: Model, vocabulary_size: int, read: Callable[[li
     """
     itemsize = torch.empty((), dtype=dtype).element_size()
     sizes = {name: math.prod(shape) * itemsize for name, shape in parameter_shapes(config, vocabulary_size).items()}
-    files: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if files[-1] and sum(sizes[other] for other in files[-1]) + size > shard_bytes:
+    files: list[list[Conversion]] = [[]]
+    filled = 0
+    for one in conversions(config, list(sizes)):
+        size = sum(sizes[name] for name in one.ours)
+        if files[-1] and filled + size > shard_bytes:
             files.append([])
-        files[-1].append(name)
+            filled = 0
+        files[-1].append(one)
+        filled += size
     where: dict[str, str] = {}
-    for index, names in enumerate(files, start=1):
+    for index, contents in enumerate(files, start=1):
         key = WEIGHTS if len(files) == 1 else f"model-{index:05d}-of-{len(files):05d}.safetensors"
-        tensors = {their_name(name, config): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
+        values = read([name for one in contents for name in one.ours])
+        tensors: dict[str, torch.Tensor] = {}
+        for one in contents:
+            converted = one.to_theirs([values[name].to(dtype) for name in one.ours])
+            tensors |= {name: tensor.contiguous() for name, tensor in zip(one.theirs, converted, strict=True)}
         folder.write(key, safetensors.torch.save(tensors, {"format": "pt"}))
         logger.info("wrote %s with %d tensors", folder.at(key), len(tensors))
-        where |= {their_name(name, config): key for name in names}
+        where |= dict.fromkeys(tensors, key)
     total = sum(sizes.values())
     if len(files) > 1:
         folder.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
@@ -159,29 +188,82 @@ def read_weights(folder: Store, config: Model, vocabulary_size: int) -> Iterator
         CheckpointError: weights are missing, of another shape, unknown, damaged, or not safetensors.
     """
     shapes = parameter_shapes(config, vocabulary_size)
-    ours = {their_name(name, config): name for name in shapes}
-    for key in _weight_files(folder):
+    files = _weight_files(folder)
+    present = {_whole_name(name, config) for names in files.values() for name in names}
+    waiting: dict[str, Conversion] = {}
+    for one in conversions(config, list(shapes), present):
+        waiting |= dict.fromkeys(one.theirs, one)
+    held: dict[str, torch.Tensor] = {}
+    for key in files:
         logger.info("reads weights from %s", folder.at(key))
-        for theirs, tensor in _tensors(folder, key):
-            if theirs.endswith("rotary_emb.inv_freq") or (theirs == "lm_head.weight" and config.tie_embeddings):
-                continue  # the first follows from the configuration, the second is a copy of the embedding
-            name = ours.pop(theirs, "")
-            if not name or tensor.shape != shapes[name]:
-                what = f"{list(tensor.shape)}, config.json says {list(shapes[name])}" if name else "not a known weight"
-                raise CheckpointError(f"{theirs} is {what}", where=folder.at(key), fix="download the model again")
-            yield name, tensor
-    if ours:
-        raise CheckpointError(f"{len(ours)} weights are missing, {min(ours)} for one", where=folder.uri,
+        for listed, tensor in _tensors(folder, key):
+            name = _whole_name(listed, config)
+            if name.endswith(config.HUGGING_FACE_IGNORED) or (name == "lm_head.weight" and config.tie_embeddings):
+                continue  # they follow from the configuration, and the output is a copy of the embedding
+            if name not in waiting:
+                raise CheckpointError(f"{listed} is not a known weight", where=folder.at(key),
+                                      fix="download the model again")
+            held[name] = tensor
+            one = waiting.pop(name)
+            if not any(theirs in waiting for theirs in one.theirs):
+                tensors = [held.pop(theirs) for theirs in one.theirs]
+                yield from _to_ours(one, tensors, shapes, folder.at(key))
+    if waiting:
+        raise CheckpointError(f"{len(waiting)} weights are missing, {min(waiting)} for one", where=folder.uri,
                               fix="download the model again")
 
 
-def _weight_files(folder: Store) -> list[str]:
+def _to_ours(one: Conversion, tensors: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size],
+             where: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name here, tensor) of a conversion.
+
+    Raises:
+        CheckpointError: a tensor has another shape than config.json says.
+    """
+    theirs = ", ".join(one.theirs[:3])
+    try:
+        ours = one.to_ours(tensors)
+    except RuntimeError:  # torch cannot split or stack tensors of these shapes
+        raise CheckpointError(f"{theirs} is {list(tensors[0].shape)}, which config.json does not say", where=where,
+                              fix="download the model again") from None
+    for name, tensor in zip(one.ours, ours, strict=True):
+        if tensor.shape != shapes[name]:
+            raise CheckpointError(f"{theirs} is {list(tensor.shape)}, config.json says {list(shapes[name])}",
+                                  where=where, fix="download the model again")
+        yield name, tensor
+
+
+def _whole_name(name: str, config: Model) -> str:
+    """Return a weight's name in a model with output; that of a model without one lacks the prefix."""
+    outside = name.startswith(config.HUGGING_FACE_PREFIX) or name == config.HUGGING_FACE_ENDS["output.weight"]
+    return name if outside else config.HUGGING_FACE_PREFIX + name
+
+
+def _weight_files(folder: Store) -> dict[str, list[str]]:
+    """Return {file: names of its weights}."""
     if folder.exists(INDEX):
-        return sorted({str(key) for key in folder.read_json(INDEX)["weight_map"].values()})
+        files: dict[str, list[str]] = {}
+        for name, key in folder.read_json(INDEX)["weight_map"].items():
+            files.setdefault(str(key), []).append(name)
+        return dict(sorted(files.items()))
     if not folder.exists(WEIGHTS):
         raise CheckpointError(f"there is neither {WEIGHTS} nor {INDEX}", where=folder.uri,
                               fix="give a model in safetensors format; pickled weights are not loaded")
-    return [WEIGHTS]
+    return {WEIGHTS: _listed(folder, WEIGHTS)}
+
+
+def _listed(folder: Store, key: str) -> list[str]:
+    """Return the names in a safetensors file, whose head is JSON with its size in 8 bytes before it.
+
+    https://github.com/huggingface/safetensors#format
+    """
+    try:
+        size = int.from_bytes(folder.read(key, 0, 8), "little")
+        entries: dict[str, Any] = json.loads(folder.read(key, 8, size))
+        return [name for name in entries if name != "__metadata__"]
+    except (FileNotFoundError, ValueError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=folder.at(key),
+                              fix="download the model again") from None
 
 
 def _tensors(folder: Store, key: str) -> Iterator[tuple[str, torch.Tensor]]:
