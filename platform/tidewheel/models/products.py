@@ -8,6 +8,7 @@ them side by side copies them, which takes about 1 % of a product with 8,192 tok
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from tidewheel.models.loss import product_dtype
+
+
+@dataclass(frozen=True)
+class Products:
+    """Computes the outputs of several linear layers with one input.
+
+    A module of a block has it as its attribute `products` if it reads the residual stream in no other way. Then tensor
+    parallelism can replace it by one whose input has this rank's positions only.
+    """
+
+    fused: bool = False
+    """Compute one product. Hooks of the layers then do not run."""
+
+    def __call__(self, x: torch.Tensor, layers: Sequence[nn.Linear]) -> Sequence[torch.Tensor]:
+        """Return `products(x, layers, fused=self.fused)`."""
+        return products(x, layers, fused=self.fused)
 
 
 def products(x: torch.Tensor, layers: Sequence[nn.Linear], *, fused: bool) -> Sequence[torch.Tensor]:
@@ -31,12 +48,28 @@ def products(x: torch.Tensor, layers: Sequence[nn.Linear], *, fused: bool) -> Se
         return [layer(x) for layer in layers]
     if isinstance(x, DTensor):
         x = x.to_local(grad_placements=[Partial()])  # each rank has the gradient through its own columns
-    dtype = product_dtype(x)  # before they are put side by side, so that half of the bytes are copied
-    weights = [_local(layer.weight).to(dtype) for layer in layers]
-    biases = [_local(layer.bias).to(dtype) for layer in layers if layer.bias is not None]
-    out = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return out.split([len(weight) for weight in weights], dim=-1)
+    weight, bias = side_by_side(layers, product_dtype(x))
+    return split(F.linear(x, weight, bias), layers)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def side_by_side(layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return one matrix [outputs, D] of several layers, and one bias [outputs] or None.
+
+    Args:
+        layers: all have a bias, or none has.
+        dtype: of the result. Values are converted before they are put side by side, so that half of the bytes are
+            copied.
+    """
+    weights = [local(layer.weight).to(dtype) for layer in layers]
+    biases = [local(layer.bias).to(dtype) for layer in layers if layer.bias is not None]
+    return torch.cat(weights), torch.cat(biases) if biases else None
+
+
+def split(out: torch.Tensor, layers: Sequence[nn.Linear]) -> Sequence[torch.Tensor]:
+    """Return each layer's part of [..., outputs]."""
+    return out.split([len(local(layer.weight)) for layer in layers], dim=-1)
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

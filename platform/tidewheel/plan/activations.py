@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from tidewheel.models.family import Model
 from tidewheel.plan.layout import Job, Layout
-from tidewheel.train.memory.config import MemoryConfig
 
 
 def share_recomputed(job: Job, layout: Layout) -> float:
@@ -64,8 +63,9 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
     result = a * query + 4 * model.num_heads / tensor
     if kind == "selective":
         widths = [query, key, key, dim / tensor, *[inner] * ffn.inputs, dim / tensor]
-        saved = sum(width for width, kept in zip(widths, _products_kept(model, memory)) if kept)
-        collectives = 2 * dim * (job.residual_bytes + a / tensor) if tensor > 1 else 0.0
+        saved = sum(width for width, kept in zip(widths, _products_kept(model, layout)) if kept)
+        gathered = job.residual_bytes if job.config.precision == "fp8" else a
+        collectives = 2 * dim * (gathered + a / tensor) if tensor > 1 else 0.0
         return residual + result + a * saved + collectives
     attention = a * (query + 2 * key * parallel.context) + result if kind != "attention" else 0.0
     if job.config.compile:
@@ -94,7 +94,7 @@ def computed_again(job: Job, layout: Layout) -> tuple[float, float, float]:
         return share, share, share
     sizes, traffic = product_sizes(model), traffic_of_parts(job, layout.parallel.tensor)
     if kind == "selective":
-        recomputed = sum(size for size, kept in zip(sizes, _products_kept(model, memory)) if not kept)
+        recomputed = sum(size for size, kept in zip(sizes, _products_kept(model, layout)) if not kept)
         return recomputed / sum(sizes), 1.0, 0.0
     of_attention = sum(sizes[:len(ATTENTION)]) / sum(sizes)
     if kind == "attention":
@@ -137,6 +137,7 @@ def product_names(model: Model) -> list[str]:
     return [*ATTENTION, *(name for kind in ("columns", "rows") for name, cut in cuts.items() if cut == kind)]
 
 
-def _products_kept(model: Model, memory: MemoryConfig) -> list[bool]:
-    """Return which products selective checkpointing keeps."""
-    return [memory.keeps_product(number, name) for number, name in enumerate(product_names(model), 1)]
+def _products_kept(model: Model, layout: Layout) -> list[bool]:
+    """Return which products selective checkpointing keeps: all that are one operator with a collective."""
+    memory, every = layout.memory, layout.parallel.async_tensor
+    return [every or memory.keeps_product(number, name) for number, name in enumerate(product_names(model), 1)]

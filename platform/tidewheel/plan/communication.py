@@ -11,7 +11,7 @@ nodes `network` times the group's ranks on a node, each with its own adapter, at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidewheel.plan.activations import share_recomputed
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
@@ -92,32 +92,47 @@ def groups(cluster: ClusterConfig, layout: Layout) -> dict[str, Group]:
             "pipeline": group(cluster, p.pipeline, layout.data * p.context * inner)}
 
 
-def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group) -> Axis:
-    """Return the communication of tensor parallelism with sequence parallelism; computation overlaps none of it.
+def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group, products: float = 0.0) -> Axis:
+    """Return the communication of tensor parallelism with sequence parallelism.
 
     Each block has two all-gathers of its normed input and two reduce-scatters of its output, and the same two pairs
-    backward (arXiv:2205.05198, section 4.2.2). Recomputed blocks gather again. All-gathers have the residual stream's
-    dtype and reduce-scatters the products' dtype, and the other way round in the backward pass.
+    backward (arXiv:2205.05198, section 4.2.2). Recomputed blocks gather again. Activations and their gradients have the
+    products' dtype, except that gradients of gathered inputs are summed in the residual stream's dtype, and layers in
+    fp8 gather their input in it.
+
+    Computation overlaps none of it without `async_tensor`. With it, all of a block has the products' dtype, and each
+    collective runs beside a product in T parts, the first or the last of which has nothing to overlap with.
 
     Args:
         job: the run.
         layout: its layout.
         share: the pipeline rank's part of the model.
         tensor: the tensor-parallel group.
+        products: seconds of the forward pass's products in the blocks, for one micro-batch. The products of the inputs'
+            gradients take as long.
     """
-    p = layout.parallel
-    elements = layout.micro_sequences * job.sequence_length / p.context * job.model.dim
+    overlaps = layout.parallel.async_tensor
+    elements = layout.micro_sequences * job.sequence_length / layout.parallel.context * job.model.dim
     wide, narrow = elements * job.residual_bytes, elements * job.compute_bytes
     again = share_recomputed(job, layout)
-    once = [("all_gather", wide), ("reduce_scatter", narrow)]
-    back = [("reduce_scatter", wide), ("all_gather", narrow)]
-    calls = [(kind, size, 2.0 * share.blocks) for kind, size in once + back]
-    calls += [(kind, size, 2.0 * share.blocks * again) for kind, size in once]
+    often = 2.0 * share.blocks
+    gathered = wide if job.config.precision == "fp8" else narrow
+    forward = [("all_gather", gathered, often), ("reduce_scatter", narrow, often)]
+    backward = [("reduce_scatter", narrow if overlaps else wide, often), ("all_gather", narrow, often)]
+    recomputed = [(kind, size, times * again) for kind, size, times in forward]
+    ends = []
     if share.first:  # the embedding's rows are on different ranks
-        calls += [("reduce_scatter", wide, 1.0), ("all_gather", wide, 1.0)]
+        ends += [("reduce_scatter", wide, 1.0), ("all_gather", wide, 1.0)]
     if share.last:  # before the output matrix
-        calls += [("all_gather", wide, 1.0), ("reduce_scatter", wide, 1.0)]
-    return _axis("tensor", tensor, calls, layout.micro_batches)
+        ends += [("all_gather", wide, 1.0), ("reduce_scatter", wide, 1.0)]
+    axis = _axis("tensor", tensor, [*forward, *backward, *recomputed, *ends], layout.micro_batches)
+    if not overlaps:
+        return axis
+    hidden = 0.0
+    for calls, repeated in ((forward, 1 + again), (backward, 1.0)):
+        seconds = _axis("tensor", tensor, calls, layout.micro_batches).seconds
+        hidden += repeated * min(seconds, layout.micro_batches * products * (tensor.ranks - 1) / tensor.ranks)
+    return replace(axis, exposed=axis.exposed - hidden)
 
 
 def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis:

@@ -118,7 +118,8 @@ def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator
                 parallel = ParallelConfig(
                     data=kind, replicate=replicate, tensor=mesh.tensor, context=mesh.context, pipeline=mesh.pipeline,
                     pipeline_schedule=schedule, reduce=_reduce(job, kind, mesh.pipeline),
-                    offload=job.config.parallel.offload and kind in ("zero2", "zero3"))
+                    offload=job.config.parallel.offload and kind in ("zero2", "zero3"),
+                    async_tensor=job.config.parallel.async_tensor and mesh.tensor > 1)
                 for micro in MICRO_SEQUENCES:
                     for checkpointing in CHECKPOINTING:
                         layout = _legal(job, cluster, parallel, MemoryConfig(activation_checkpointing=checkpointing),

@@ -84,7 +84,7 @@ def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) ->
     forward, backward = passes(job, layout, cluster, share)
     parameters = held(job, layout, share)
     groups = communication.groups(cluster, layout)
-    axes = (communication.tensor_axis(job, layout, share, groups["tensor"]),
+    axes = (communication.tensor_axis(job, layout, share, groups["tensor"], products(job, layout, gpu, share)),
             communication.context_axis(job, layout, share, groups["context"]),
             communication.pipeline_axis(job, layout, cluster, groups["pipeline"]),
             communication.data_axis(job, layout, parameters, groups, forward, backward))
@@ -115,15 +115,15 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     """
     p, model, gpu = layout.parallel, job.model, cluster.kind
     tokens = layout.micro_sequences * job.sequence_length / p.context
-    rate = {"fp32": gpu.fp32, "fp8": gpu.matmul_fp8 or gpu.matmul}.get(job.config.precision, gpu.matmul)
-    products = tokens * share.blocks * 2 * job.block_products / p.tensor / rate
+    rate = _rate(job, gpu)
     length = min(job.sequence_length, cluster.document_tokens or job.sequence_length)
     scores = tokens * share.blocks * 2 * model.num_heads * model.head_width / p.tensor * length
     scores /= min(rate, gpu.attention)
     elements = tokens * share.blocks * _traffic(job, p.tensor) / gpu.hbm
-    forward = products + scores + elements
+    of_blocks = products(job, layout, gpu, share)
+    forward = of_blocks + scores + elements
     products_again, elements_again, scores_again = computed_again(job, layout)
-    backward = products * (2 + products_again) + scores * (ATTENTION_BACKWARD + scores_again)
+    backward = of_blocks * (2 + products_again) + scores * (ATTENTION_BACKWARD + scores_again)
     backward += elements * (2 + elements_again)
     if layout.memory.activation_checkpointing == "offload":  # the passes overlap the copies as far as they take longer
         moved = tokens * share.blocks * job.residual_bytes * model.dim / p.tensor / gpu.host_link
@@ -135,6 +135,24 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
         passed = tokens * job.vocabulary_size / p.tensor * 6 * job.compute_bytes / gpu.hbm
         forward, backward = forward + output + passed / 2, backward + 2 * output + passed / 2
     return forward, backward
+
+
+def products(job: Job, layout: Layout, gpu: Gpu, share: Share) -> float:
+    """Return the seconds of the blocks' matrix products in the forward pass of one micro-batch.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        gpu: the GPU.
+        share: the pipeline rank's part of the model.
+    """
+    tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
+    return tokens * share.blocks * 2 * job.block_products / layout.parallel.tensor / _rate(job, gpu)
+
+
+def _rate(job: Job, gpu: Gpu) -> float:
+    """Return the FLOP/s of the blocks' matrix products."""
+    return {"fp32": gpu.fp32, "fp8": gpu.matmul_fp8 or gpu.matmul}.get(job.config.precision, gpu.matmul)
 
 
 def _traffic(job: Job, tensor: int) -> float:

@@ -21,6 +21,10 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """Former name, which torch still reads."""
 
+SHARED_INDEX = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Ray shows each worker its own GPU only, so all of them are device 0, which torch's symmetric memory takes for one GPU
+and refuses. 1 turns that check off, and with it NVLS multicast, which async tensor parallelism does not use."""
+
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that training on GPUs needs.
@@ -35,6 +39,7 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
     environment[ERROR_HANDLING] = "0"
     if ALLOCATOR not in environment and OLD_ALLOCATOR not in environment:
         environment[ALLOCATOR] = "expandable_segments:True"
+    environment.setdefault(SHARED_INDEX, "1")
 
 
 def release_memory() -> None:

@@ -76,6 +76,8 @@ ROWS: Sequence[Row] = (
     Row("reproducible, 4 micro-batches", "ours:train", Case(**ACCUMULATED, **_ours(reproducible=True))),
     Row("torchtitan, whole rows", "titan:train", rows_on_80_gb=4),
     Row("bare loop, whole rows", "bare:train"),
+    Row("async tensor parallelism, two ranks", "overlapped:train",
+        Case("125m", 2048, 4, DOCUMENTS, compiled=False), limit=200),
     Row("ours, 8192, documents", "ours:train", Case(length=8192, rows=4, document=DOCUMENTS)),
     Row("ours, 8b width, fp8 tensorwise", "ours:train",
         Case(**WIDE, **_ours(precision="fp8", fp8={"recipe": "tensorwise"}))),

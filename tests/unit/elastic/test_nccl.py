@@ -19,7 +19,13 @@ from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.elastic.process_group import GenerationGroup, serve_store
 from tidewheel.train.collectives import Collectives
-from tidewheel.train.cuda_environment import ALLOCATOR, ERROR_HANDLING, OLD_ALLOCATOR, prepare_environment
+from tidewheel.train.cuda_environment import (
+    ALLOCATOR,
+    ERROR_HANDLING,
+    OLD_ALLOCATOR,
+    SHARED_INDEX,
+    prepare_environment,
+)
 from tidewheel.train.guards.config import GuardsConfig
 from tidewheel.train.guards.hang import HangError, Watch
 from tidewheel.train.logs.line import HERE
@@ -146,5 +152,6 @@ def test_workers_get_the_variables_that_torch_asks_for(given, caplog):
     prepare_environment(environment)
     assert environment[ERROR_HANDLING] == "0"
     assert ("is replaced by 0" in caplog.text) == (ERROR_HANDLING in given)
+    assert environment[SHARED_INDEX] == "1"
     own = given.get(ALLOCATOR) or given.get(OLD_ALLOCATOR)
     assert (environment.get(ALLOCATOR) or environment[OLD_ALLOCATOR]) == (own or "expandable_segments:True")

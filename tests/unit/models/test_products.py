@@ -89,7 +89,7 @@ def test_layers_with_biases():
 
 
 def test_an_own_family_with_this_attention_has_it_too():
-    assert Attention(Llama(**SHAPE, **FUSED), bias=True).fused
+    assert Attention(Llama(**SHAPE, **FUSED), bias=True).products.fused
     assert product_names(Llama(**SHAPE, **FUSED)) == ("attention.wo", "ffn.w2")  # what keep_products may name
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tidewheel.models.attention import DocumentMask, document_attention
 from tidewheel.models.blocks.norms import WidthNorm
 from tidewheel.models.family import Model
-from tidewheel.models.products import products
+from tidewheel.models.products import Products
 from tidewheel.models.rope import RopeTable, apply_rope
 
 Normed = Literal["", "heads", "width"]
@@ -47,7 +47,7 @@ class Attention(nn.Module):
                  scale: float | None = None, soft_cap: float | None = None, sinks: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_width
-        self.fused = config.fused_products
+        self.products = Products(config.fused_products)
         self.scale, self.soft_cap = scale, soft_cap
         queries, keys = config.num_heads * self.head_dim, config.kv_heads * self.head_dim
         self.wq = nn.Linear(config.dim, queries, bias=bias)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.sinks = Sinks(config.num_heads) if sinks else None
 
     def forward(self, x_BLD: torch.Tensor, rope: RopeTable | None, mask: DocumentMask) -> torch.Tensor:
-        q, k, v = products(x_BLD, (self.wq, self.wk, self.wv), fused=self.fused)
+        q, k, v = self.products(x_BLD, (self.wq, self.wk, self.wv))
         q_BHLE, k_BKLE = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         v_BKLE = self._heads(v)
         if rope is not None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tidewheel.models.products import products
+from tidewheel.models.products import Products
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 gelu_tanh: Activation = partial(F.gelu, approximate="tanh")
@@ -28,13 +28,14 @@ class GatedFeedForward(nn.Module):
 
     def __init__(self, dim: int, inner: int, activation: Activation = F.silu, *, fused: bool = False) -> None:
         super().__init__()
-        self.activation, self.fused = activation, fused
+        self.activation = activation
+        self.products = Products(fused)
         self.w1 = nn.Linear(dim, inner, bias=False)
         self.w3 = nn.Linear(dim, inner, bias=False)
         self.w2 = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = products(x, (self.w1, self.w3), fused=self.fused)
+        gate, up = self.products(x, (self.w1, self.w3))
         return self.w2(self.activation(gate) * up)
 
 
@@ -63,8 +64,10 @@ class Mlp(nn.Module):
     def __init__(self, dim: int, inner: int, activation: Activation = gelu_tanh) -> None:
         super().__init__()
         self.activation = activation
+        self.products = Products()
         self.w1 = nn.Linear(dim, inner)
         self.w2 = nn.Linear(inner, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(self.activation(self.w1(x)))
+        (inner,) = self.products(x, (self.w1,))
+        return self.w2(self.activation(inner))

@@ -41,6 +41,8 @@ VARLEN = "torch_attn::_varlen_attn"
 COLLECTIVES = {torch.ops._c10d_functional.reduce_scatter_tensor.default,
                torch.ops._c10d_functional.all_gather_into_tensor.default}
 """Collectives, which are not repeated."""
+WITH_PRODUCTS = {"symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter"}
+"""Collectives that overlap with products. They are operators once they were imported."""
 
 
 def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
@@ -142,7 +144,7 @@ def _selective(config: MemoryConfig, names: Sequence[str]) -> Any:
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        save = operator in ATTENTION or operator in COLLECTIVES or operator.name() == VARLEN
+        save = operator in ATTENTION or operator in COLLECTIVES or operator.name() in {VARLEN, *WITH_PRODUCTS}
         if operator in PRODUCTS:
             seen[context.is_recompute] += 1
             number = seen[context.is_recompute]

@@ -27,6 +27,9 @@ class ParallelConfig(Config):
     (HSDP). ddp and zero1 have a copy on each worker; leave it at 1."""
     tensor: int = Field(default=1, ge=1)
     """Workers that share each layer, with sequence and loss parallel."""
+    async_tensor: bool = False
+    """Overlap the collectives of tensor parallelism with the matrix products beside them, through torch's symmetric
+    memory: NVIDIA GPUs of one node that can read each other's memory. It changes only speed and rounding."""
     pipeline: int = Field(default=1, ge=1)
     """Number of workers that share the layers as pipeline stages."""
     pipeline_schedule: ScheduleName = "1f1b"
@@ -60,6 +63,9 @@ class ParallelConfig(Config):
         if self.reduce_dtype == "bf16" and self.replicate > 1 and self.reduce == "micro_batch":
             raise ValueError(f"reduce_dtype bf16 with replicate {self.replicate} and reduce micro_batch would add up "
                              "micro-batches in bf16; nearest legal choice: reduce step, or reduce_dtype fp32")
+        if self.async_tensor and self.tensor == 1:
+            raise ValueError("async_tensor overlaps the collectives of tensor parallelism, but tensor is 1; nearest "
+                             "legal choice: async_tensor false, or tensor 2")
         if self.offload and not self.fully_sharded:
             raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest legal choice: zero2")
         usual = default_per_rank(self.pipeline_schedule)

@@ -59,7 +59,7 @@ def reason_against(config: TrainConfig) -> str | None:
     """Return why a configuration is illegal, or None. `check_data` and `check_world` check what is known later."""
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
     return (objective.reason_against(config.objective, mesh) or _zero_bubble(config) or _kernels(config)
-            or _fp8(config) or _workers(config) or reproducible.reason_against(config)
+            or _fp8(config) or _async_tensor(config) or _workers(config) or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
 
@@ -98,6 +98,23 @@ def _fp8(config: TrainConfig) -> str | None:
         if value != legal:
             return (f"fp8.all_gather has not been compared with one process in a layout with {name} {value}; {last}: "
                     f"{name} {str(legal).lower()}, or fp8.all_gather false")
+    return None
+
+
+def _async_tensor(config: TrainConfig) -> str | None:
+    """Return why collectives cannot overlap with products, or None."""
+    if not config.parallel.async_tensor:
+        return None
+    what, last = "parallel.async_tensor", "nearest legal choice"
+    if config.precision == "fp8":
+        return f"{what}, but torchao's fp8 layers compute their products themselves; {last}: precision bf16"
+    if config.parallel.pipeline > 1 and "zero_bubble" in config.parallel.pipeline_schedule:
+        return (f"{what} computes the gradients of inputs and weights together, but pipeline_schedule "
+                f"{config.parallel.pipeline_schedule} takes them in two passes; {last}: interleaved_1f1b, or "
+                "async_tensor false")
+    if config.memory.keep_products:
+        return (f"{what} keeps every product that it overlaps with a collective, so memory.keep_products has no "
+                f"effect; {last}: keep_products []")
     return None
 
 

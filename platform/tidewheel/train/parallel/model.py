@@ -22,8 +22,8 @@ from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
+from tidewheel.train.parallel import async_tensor, legal, tensor
 from tidewheel.train.parallel import context as context_parallel
-from tidewheel.train.parallel import legal, tensor
 from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks, local
 from tidewheel.train.parallel.fully_shard import FullyShard
 from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
@@ -216,12 +216,14 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
         runtime: this rank, the world size and the device.
 
     Raises:
-        ConfigError: the layout does not fit the world size or the model.
+        ConfigError: the layout does not fit the world size, the model or the device.
     """
     legal.check_world(config, runtime.world_size)
     parallel = config.parallel
     mesh = Mesh.build(parallel, runtime)
     device = torch.device(runtime.device)
+    if parallel.async_tensor:
+        async_tensor.check(mesh.group("tensor"), device, runtime.node)
     with torch.device("meta"):
         whole = Decoder(config.model, vocabulary_size, config.objective.token_loss())
     if config.parameters == "bf16":
@@ -269,7 +271,7 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
     if config.precision == "fp8":
         fp8.convert_linears(part, config.fp8, sharded=shards is not None, tensor=mesh.size("tensor"))
     if (ranks := mesh.of("tensor")) is not None:
-        tensor.apply(part, ranks)
+        tensor.apply(part, ranks, asynchronous=parallel.async_tensor)
     if (ranks := mesh.of("context")) is not None:
         context_parallel.apply(part, ranks, mesh.size("tensor"))
     memory.apply(part, config.memory)

@@ -3,8 +3,8 @@
 Queries, keys, values and the input matrices of a feed-forward are sharded by columns, matrices that write to the
 residual stream by rows, as the model family declares (Megatron-LM, https://arxiv.org/abs/1909.08053). Between them, the
 residual stream and the norms are sharded by positions (sequence parallelism, https://arxiv.org/abs/2205.05198): an
-all-gather before and a reduce-scatter after each half of a block replace an all-reduce. The vocabulary is sharded in
-`vocabulary.py`.
+all-gather before and a reduce-scatter after each half of a block replace an all-reduce. `tensor_products.py` has the
+products beside these collectives, and the vocabulary is sharded in `vocabulary.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +32,12 @@ from tidewheel.models.blocks.norms import WidthNorm
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Cut
 from tidewheel.models.loss import soft_capped
+from tidewheel.models.products import Products
+from tidewheel.train.parallel.tensor_products import AsynchronousRows, ColumnProducts
 from tidewheel.train.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss, shard_rows, whole_logits
 
 
-def apply(model: Decoder, mesh: DeviceMesh) -> None:
+def apply(model: Decoder, mesh: DeviceMesh, *, asynchronous: bool = False) -> None:
     """Shard the parameters of a decoder on the meta device.
 
     All become DTensors on the mesh; those of norms are replicated. A pipeline stage without embedding or output takes
@@ -43,12 +46,20 @@ def apply(model: Decoder, mesh: DeviceMesh) -> None:
     Args:
         model: a decoder or a pipeline stage.
         mesh: one-dimensional, the T ranks of the tensor-parallel group.
+        asynchronous: overlap collectives with the products beside them (`async_tensor.check` says whether it works).
 
     Raises:
         ConfigError: the model family names a module that its block does not have.
     """
     for layer, block in model.layers():
-        parallelize_module(block, mesh, _block_plan(block, model.config.tensor_parallel(layer)))
+        cuts = model.config.tensor_parallel(layer)
+        plan = _block_plan(block, cuts, asynchronous)
+        for name in _product_modules(block, cuts):
+            module: Any = block.get_submodule(name)
+            module.products = ColumnProducts(module.products.fused, mesh.get_group().group_name, mesh.size(),
+                                             asynchronous)
+            del plan[name]
+        parallelize_module(block, mesh, plan)
     if model.embedding is not None:
         model.register_module("embedding", VocabularyEmbedding(model.embedding, mesh))
     if model.norm is not None:
@@ -59,7 +70,23 @@ def apply(model: Decoder, mesh: DeviceMesh) -> None:
         model.output.weight = shard_rows(model.output.weight, mesh)
 
 
-def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, ParallelStyle]:
+def _product_modules(block: nn.Module, cuts: Mapping[str, Cut]) -> list[str]:
+    """Return the modules whose `products` gather their input. Others take the whole input.
+
+    Layers of another class (fp8) convert their input themselves, and compute on DTensors.
+    """
+    names = []
+    for name, cut in cuts.items():
+        if cut != "gathered" or not isinstance(getattr(block.get_submodule(name), "products", None), Products):
+            continue
+        layers = [block.get_submodule(inner) for inner, how in cuts.items()
+                  if how == "columns" and inner.startswith(f"{name}.")]
+        if all(type(layer) is nn.Linear for layer in layers):
+            names.append(name)
+    return names
+
+
+def _block_plan(block: nn.Module, cuts: Mapping[str, Cut], asynchronous: bool = False) -> dict[str, ParallelStyle]:
     """Return {module: style}. Between modules, x [B, L/T, D] has this rank's positions."""
     plan: dict[str, ParallelStyle] = {}
     for name, cut in cuts.items():
@@ -74,6 +101,8 @@ def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Parallel
                                             desired_input_layouts=(Replicate(), *unsharded))
         elif cut == "columns":
             plan[name] = ColwiseParallel()
+        elif cut == "rows" and asynchronous:
+            plan[name] = AsynchronousRows()
         elif cut == "rows":
             plan[name] = RowwiseParallel(output_layouts=Shard(1))
         elif cut == "positions":

@@ -25,6 +25,9 @@ def reason_against(config: TrainConfig) -> str | None:
     if config.parallel.reduce_dtype != "fp32":
         return (f"reproducible, but parallel.reduce_dtype {config.parallel.reduce_dtype} rounds each sum over workers, "
                 "so the result would depend on their number; nearest legal choice: reduce_dtype fp32")
+    if config.parallel.async_tensor:
+        return ("reproducible, but the kernels of parallel.async_tensor have not been shown to be; nearest legal "
+                "choice: async_tensor false")
     return _pipeline(config.parallel)
 
 
