@@ -1,4 +1,4 @@
-"""A loopback server for the part of the Hugging Face hub's HTTP protocol that reading a data set needs.
+"""A loopback server for the part of the Hugging Face hub's HTTP protocol that reading data sets and models needs.
 
     with HubServer() as server:
         commit = server.commit("owner/name", {"data/train.jsonl": b"..."})
@@ -16,13 +16,13 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_INFO = re.compile(r"/api/datasets/([^/]+/[^/]+)(?:/revision/([^/]+))?$")
-_TREE = re.compile(r"/api/datasets/([^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?$")
-_FILE = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.*)$")
+_INFO = re.compile(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/revision/([^/]+))?$")
+_TREE = re.compile(r"/api/(?:datasets|models)/([^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?$")
+_FILE = re.compile(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.*)$")
 
 
 class HubServer:
-    """A server of data sets, each with commits and the branch main; `requests` lists the requested paths."""
+    """A server of data sets and models, each with commits and the branch main; `requests` lists the requested paths."""
 
     def __init__(self) -> None:
         self.commits: dict[tuple[str, str], dict[str, bytes]] = {}

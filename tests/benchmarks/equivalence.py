@@ -5,8 +5,8 @@
 Each row is a whole training run of the debug model in fp32 on CPU (gloo, up to 8 processes) from the same shards, with
 the loop, the loader and the checkpoints of users. Its last checkpoint is then loaded into a single process. `loss` is
 the largest relative difference of a step's loss and `parameter` the largest difference of an element from a single
-process with the same recipe. `validation` is the relative difference of the final validation loss. The exit code is 1
-when a bound is exceeded.
+process with the same recipe. `validation` is the relative difference of the final validation loss. In reproducible
+mode all three must be 0. The exit code is 1 when a bound is exceeded.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tidewheel import jsonlog, storage
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.config import build
 from tidewheel.console import print_table
+from tidewheel.models import families
 from tidewheel.train import parallel
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
@@ -52,6 +53,8 @@ class Row:
     """Settings that must not change the result."""
     recipe: tuple[str, ...] = ()
     """Settings that may change the result; the single process has them too."""
+    exact: bool = False
+    """Whether the result must have the same bits, as in reproducible mode."""
 
     @property
     def key(self) -> str:
@@ -60,6 +63,24 @@ class Row:
 
 
 DEEP = ("model.num_layers=4",)
+
+
+def family_rows() -> list[Row]:
+    """Return the rows of every model family but the default one, of its presets that begin with "debug"."""
+    layouts = {"DDP 2": "parallel.data=ddp", "ZeRO-3 2": "parallel.data=zero3", "TP 2": "parallel.tensor=2",
+               "CP 2": "parallel.context=2", "PP 2": "parallel.pipeline=2"}
+    rows: list[Row] = []
+    for family in families.KIND.built_in():
+        for preset in families.KIND.find(family).PRESETS:
+            if family == families.DEFAULT or not preset.startswith("debug"):
+                continue
+            model, name = f"model={{kind: {family}, preset: {preset}}}", f"{family} {preset}"
+            rows += [Row(f"{name}, {layout}", 2, (setting,), (model,)) for layout, setting in layouts.items()]
+            rows += [Row(f"{name}, reproducible, {ranks} ranks", ranks, (), (model, "reproducible=true"), exact=True)
+                     for ranks in (2, 4)]
+    return rows
+
+
 ROWS: list[Row] = [
     Row("single process, again", 1, ()),
     Row("DDP, 2 ranks", 2, ("parallel.data=ddp",)),
@@ -130,6 +151,7 @@ ROWS: list[Row] = [
       for data in ("ddp", "zero1", "zero3")),
     Row("3-D: PP 2 x CP 2 x zero2 2", 8, ("parallel.pipeline=2", "parallel.context=2", "parallel.data=zero2")),
     Row("3-D: TP 2 x PP 2 x CP 2", 8, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2")),
+    *family_rows(),
 ]
 """Rows of the table, with 1, 2, 4 or 8 ranks. A layout that the configuration refuses is an error, not a missing
 row."""
@@ -198,7 +220,8 @@ def compare(row: Row, config: TrainConfig, reference: TrainConfig) -> dict[str, 
     seconds = storage.store(config.run_uri).read_json("seconds.json")
     return {"layout": row.name, "ranks": row.ranks, "loss": f"{loss:.1e}", "parameter": f"{parameter:.1e}",
             "validation": f"{validation:.1e}", "seconds": round(seconds, 1),
-            "within": max(loss, validation) <= LOSS_BOUND and parameter <= PARAMETER_BOUND}
+            "within": max(loss, validation, parameter) == 0.0 if row.exact else (
+                max(loss, validation) <= LOSS_BOUND and parameter <= PARAMETER_BOUND)}
 
 
 def losses(config: TrainConfig) -> dict[int, float]:

@@ -38,6 +38,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "schedule cosine": [{}, {"unit": "tokens", "warmup_tokens": 7, "final_fraction": 0.0}],
     "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
     "model family llama": [{}, {"qk_norm": False, "tie_embeddings": True}, {"rope_scaling": {"original_length": 32}}],
+    "model family mistral": [{"sliding_window": 5}],
+    "model family gemma": [{"sliding_window": 5, "attention_soft_cap": 1.0, "final_soft_cap": 1.0},
+                           {"sliding_window": 5, "attention_soft_cap": None, "final_soft_cap": None, "qk_norm": True,
+                            "local_rope_theta": 100.0, "query_scale": 24}],
 }
 """Settings with which a case is computed, where the defaults alone leave code out."""
 TOLERANCE = 1e-4

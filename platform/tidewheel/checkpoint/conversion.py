@@ -20,6 +20,7 @@ from tidewheel.errors import CheckpointError, ConfigError, ShardError, StorageEr
 from tidewheel.models import families, huggingface
 from tidewheel.models.family import Model
 from tidewheel.storage import Store
+from tidewheel.stores import versioned
 
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file beside the weights."""
@@ -37,6 +38,8 @@ class Converted:
     vocabulary_size: int
     tokenizer: bool
     """Whether a tokenizer.json is beside the weights."""
+    source: str = ""
+    """What `import_` has read; of the hub with the commit."""
 
     def settings(self) -> str:
         """Return the `model:` block, as YAML, of a training run that starts from these weights."""
@@ -44,7 +47,7 @@ class Converted:
         defaults = {name: field.default for name, field in type(self.config).model_fields.items()}
         changed = {name: value for name, value in model.items() if value != defaults.get(name)}
         block = yaml.safe_dump({"model": {**changed, "init_from": self.uri}}, sort_keys=False)
-        return f"# {self.parameters:,} parameters\n{block}"
+        return f"# {self.parameters:,} parameters of {self.source}\n{block}"
 
 
 def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -> Converted:
@@ -86,10 +89,11 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -
 def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Converted:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, in fp32.
 
-    Training starts from it with `model.init_from`. The whole model is in memory while it is written.
+    Training starts from it with `model.init_from`. The whole model is in memory while it is written. Of a model on the
+    hub, the commit that its revision names now is read, and recorded in the checkpoint.
 
     Args:
-        folder: URI of the Hugging Face folder.
+        folder: URI of the Hugging Face folder, or hf://owner/name[@revision].
         uri: the run to write.
         vocabulary_size: number of embedding rows, at least as many as the model has. Give the padded vocabulary size of
             the shard set to train on; see `huggingface.padded`.
@@ -99,7 +103,9 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
         CheckpointError: the folder's weights cannot be read.
         StorageError: `uri` cannot be written to.
     """
-    source, target = storage.store(folder), storage.store(uri)
+    named = versioned(folder)
+    pinned = folder if named is None or named.is_fixed else str(named.at(named.newest()))
+    source, target = storage.store(pinned), storage.store(uri)
     config, rows = huggingface.read_config(source)
     padded_rows = vocabulary_size or rows
     if padded_rows < rows:
@@ -129,7 +135,7 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
     has_tokenizer = source.exists(TOKENIZER)
     if has_tokenizer:
         target.write(TOKENIZER, source.read(TOKENIZER))
-    return Converted(target.uri, _count(config, padded_rows), config, padded_rows, has_tokenizer)
+    return Converted(target.uri, _count(config, padded_rows), config, padded_rows, has_tokenizer, source.uri)
 
 
 def model_of(manifest: CheckpointManifest, where: str) -> tuple[Model, int]:

@@ -104,7 +104,8 @@ def checkpoint_export(
 
 @app.command(name="import")
 def checkpoint_import(
-    folder: Annotated[str, Parameter(help="Llama or Qwen 3 model in safetensors, as save_pretrained writes it.")],
+    folder: Annotated[str, Parameter(help="A model in safetensors: a folder that save_pretrained wrote, or "
+                                           "hf://owner/name[@revision].")],
     uri: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint.")],
     *,
     vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to this number of tokens: that of the "

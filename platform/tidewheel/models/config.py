@@ -4,34 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pydantic
 from pydantic import Field
 
 from tidewheel.config import Config
+from tidewheel.models.rope_scaling import RopeScaling
 from tidewheel.versions import Version
 
 TOKEN_LOSS = Version("token_loss")
 """Version of the cross-entropy and its z-loss (`models/loss.py`)."""
-
-
-class RopeScaling(Config):
-    """Llama 3.1's scaling of RoPE for longer sequences (https://arxiv.org/abs/2407.21783); see `rope.frequencies`."""
-
-    factor: float = Field(default=8.0, ge=1)
-    """Slow frequencies are divided by this."""
-    low_frequency_factor: float = Field(default=1.0, gt=0)
-    """Frequencies with fewer turns than this in `original_length` positions are divided by `factor`."""
-    high_frequency_factor: float = Field(default=4.0, gt=0)
-    """Frequencies with more turns than this in `original_length` positions stay; those between are interpolated."""
-    original_length: int = Field(default=8192, ge=2)
-    """Sequence length before scaling."""
-
-    @pydantic.model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise ValueError(f"low_frequency_factor {self.low_frequency_factor:g} is not below "
-                             f"high_frequency_factor {self.high_frequency_factor:g}")
-        return self
 
 
 @dataclass(frozen=True)
@@ -42,7 +22,7 @@ class Rope:
         width: entries of a head that turn, from the first on.
         theta: base of the frequencies.
         scaling: for sequences longer than the original length.
-        length: longest sequence, which dynamic scaling is computed for.
+        length: of the longest sequence, for which dynamic scaling is computed.
     """
 
     width: int

@@ -26,9 +26,10 @@ import pydantic
 from pydantic import Field
 
 from tidewheel.config import Setting
-from tidewheel.models.config import Rope, RopeScaling
+from tidewheel.models.config import Rope
 from tidewheel.models.costs import FeedForwardShape, LayerCosts
 from tidewheel.models.huggingface_form import HuggingFaceForm
+from tidewheel.models.rope_scaling import RopeScaling
 from tidewheel.parts import name_of
 from tidewheel.versions import Version
 
@@ -61,6 +62,8 @@ class Model(HuggingFaceForm):
     """Costs of its feed-forward."""
     RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ("attention.wo.weight",)
     """Suffixes of the names of matrices that write to the residual stream. Their initial values are smaller."""
+    NORM_WEIGHT: ClassVar[float] = 1.0
+    """Initial value of the weights of norms."""
 
     preset: str = Field(default="", exclude=True)
     """Start from a named shape of the family (`PRESETS`); other keys change it."""
@@ -83,7 +86,7 @@ class Model(HuggingFaceForm):
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the RoPE frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Scale RoPE for longer sequences as Llama 3.1 does."""
+    """Scale RoPE for longer sequences: kind linear, dynamic, yarn or (the default) llama3."""
     norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False

@@ -6,6 +6,7 @@ weights are renamed, or split and joined as the family says, but never permuted.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -106,7 +107,10 @@ def from_config(values: Mapping[str, Any], where: str) -> tuple[Model, int]:
         family = families.KIND.find(name)
         known |= dict.fromkeys(family.MODEL_TYPES, family)
     if model_type not in known:
-        raise ConfigError(f"model_type is {model_type!r}", where=where, fix=f"{' and '.join(known)} can be imported")
+        near = difflib.get_close_matches(str(model_type), known, n=1)
+        hint = f"; the nearest that is known is {near[0]!r}" if near else ""
+        raise ConfigError(f"model_type {model_type!r} is not known{hint}", where=where,
+                          fix=f"{', '.join(sorted(known))} can be imported")
     config = known[model_type].from_hugging_face(values, where)
     if "vocab_size" not in values:
         raise ConfigError("config.json is not complete: 'vocab_size' is missing", where=where,

@@ -1,4 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), with Llama 3.1's scaling for long sequences."""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), also scaled for longer sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tidewheel.models.config import Rope, RopeScaling
+from tidewheel.models.config import Rope
+from tidewheel.models.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
 
 @dataclass(frozen=True)
@@ -21,39 +22,71 @@ class RopeTable:
     sin: torch.Tensor
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None, *,
-                device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the angle per position of each pair, fp32 [head_dim / 2]: theta ** (-2 i / head_dim).
-
-    With `scaling`, the angle of a pair depends on its turns in the original length, as in Llama 3.1's reference code.
-    Fewer than `low_frequency_factor` turns: divided by `factor`. More than `high_frequency_factor`: unchanged. Between:
-    interpolated linearly by the number of turns.
+def frequencies(rope: Rope, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the angle per position of each pair, fp32 [width / 2]: theta ** (-2 i / width), scaled.
 
     Args:
-        head_dim: width of a head.
-        theta: base of the frequencies.
-        scaling: for sequences longer than the original length.
+        rope: of a layer.
         device: of the result.
     """
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    scaling, theta = rope.scaling, rope.theta
+    if isinstance(scaling, DynamicScaling):
+        theta = _dynamic_theta(rope, scaling)
+    exponents = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32) / rope.width
     plain = theta**-exponents
-    if scaling is None:
-        return plain
+    if isinstance(scaling, LinearScaling):
+        return plain / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        stays = _yarn_stays(rope, scaling, device)
+        return plain / scaling.factor * (1 - stays) + plain * stays
+    return _llama3(plain, scaling) if isinstance(scaling, Llama3Scaling) else plain
+
+
+def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Return frequencies scaled as in Llama 3.1's reference code, by their turns in the original length.
+
+    Fewer than `low_frequency_factor` turns: divided by `factor`. More than `high_frequency_factor`: unchanged. Between:
+    interpolated linearly by the number of turns.
+    """
     turns = scaling.original_length * plain / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     stays = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (stays + (1 - stays) / scaling.factor)
 
 
+def _dynamic_theta(rope: Rope, scaling: DynamicScaling) -> float:
+    """Return theta (factor length / original - (factor - 1)) ** (width / (width - 2)), for `rope.length`."""
+    stretched = max(rope.length, scaling.original_length) / scaling.original_length
+    grown: float = (scaling.factor * stretched - (scaling.factor - 1)) ** (rope.width / (rope.width - 2))
+    return rope.theta * grown
+
+
+def _yarn_stays(rope: Rope, scaling: YarnScaling, device: torch.device | str) -> torch.Tensor:
+    """Return the share of each frequency that stays, fp32 [width / 2]: 1 for fast pairs, 0 for slow ones.
+
+    A ramp lies between. The pair of n turns in the original length is width ln(original / (2 pi n)) / (2 ln theta).
+    """
+    def pair(turns: float) -> float:
+        return rope.width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.width - 1)
+    pairs = torch.arange(rope.width // 2, device=device, dtype=torch.float32)
+    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
 def rope_table(positions: torch.Tensor, rope: Rope) -> RopeTable:
-    """Return the table of a batch.
+    """Return the table of a batch. YaRN multiplies cosines and sines by its magnitude.
 
     Args:
         positions: integers [B, L].
         rope: of a layer.
     """
-    turning = frequencies(rope.width, rope.theta, rope.scaling, device=positions.device)
-    angles = positions[:, None, :, None].float() * turning
+    angles = positions[:, None, :, None].float() * frequencies(rope, positions.device)
+    if isinstance(rope.scaling, YarnScaling):
+        return RopeTable(angles.cos() * rope.scaling.magnitude, angles.sin() * rope.scaling.magnitude)
     return RopeTable(angles.cos(), angles.sin())
 
 

@@ -1,4 +1,4 @@
-"""hf://datasets/owner/name: data sets of the Hugging Face hub, to read from."""
+"""hf://datasets/owner/name, hf://owner/name: data sets and models of the Hugging Face hub, to read from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.stores.hub.uri import HubUri, parse
 
 
 class HuggingFace(Storage):
-    """Data sets of the Hugging Face hub, see `tidewheel.stores.hub`."""
+    """Data sets and models of the Hugging Face hub, see `tidewheel.stores.hub`."""
 
     EXAMPLE: ClassVar[str] = "hf://datasets/owner/name"
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.config import build
+from tests.every import every
 from tidewheel.inference.generate import cached, draw, generate
+from tidewheel.models import families
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.families import Llama
 from tidewheel.models.initial_values import init_parameter
 
 VOCABULARY = 96
 
 
 def decoder(**changes) -> Decoder:
-    config = build(Llama, {"preset": "debug", "init_std": 0.2, **changes})
+    config = families.of_shape({"preset": "debug", "init_std": 0.2, **changes})
     model = Decoder(config, VOCABULARY)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -25,8 +27,9 @@ def decoder(**changes) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "tie_embeddings": False, "num_kv_heads": 4}])
-def test_cached_logits_equal_those_of_the_whole_sequence(changes):
+@every([{}, {"qk_norm": False, "tie_embeddings": False, "num_kv_heads": 4},
+        *({"kind": family} for family in families.KIND.built_in())])
+def test_cached_logits_equal_those_of_the_whole_sequence(changes: dict[str, Any]):
     """The sequence is given in pieces of several sizes."""
     model, tokens = decoder(**changes), torch.randint(0, VOCABULARY, (1, 24))
     positions = torch.arange(24)[None]

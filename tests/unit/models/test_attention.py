@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
+from tests.every import every
 from tests.unit.models.varlen_on_cpu import varlen_on_cpu
 from tidewheel.models.attention import document_attention, document_mask
 from tidewheel.models.attention_kernels import Choice, Machine, choose
@@ -27,9 +29,11 @@ def segments_of(*rows: list[int], padding: int = 0) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-def brute_force(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor,
-                window: int | None = None) -> torch.Tensor:
+def brute_force(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor, window: int | None = None,
+                scale: float | None = None, soft_cap: float | None = None,
+                sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Compute attention one query at a time, over the earlier keys of its document that are in the window."""
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[1] // k.shape[1]
     rows = []
     for row in range(q.shape[0]):
@@ -37,8 +41,10 @@ def brute_force(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: tor
             for place in range(q.shape[2]):
                 seen = [other for other in range(place + 1) if segments[row, other] == segments[row, place]]
                 seen = seen[-(window or len(seen)):]  # the tokens of a document are neighbours
-                scores = k[row, head // group, seen] @ q[row, head, place] / math.sqrt(q.shape[-1])
-                rows.append(torch.softmax(scores, 0) @ v[row, head // group, seen])
+                scores = k[row, head // group, seen] @ q[row, head, place] * factor
+                scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+                shares = scores.exp() / (scores.exp().sum() + (0 if sinks is None else sinks[head].exp()))
+                rows.append(shares @ v[row, head // group, seen])
     return torch.stack(rows).view(q.shape)
 
 
@@ -61,12 +67,45 @@ KERNELS = ("masked", "flex", "varlen", "causal")
 
 
 def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor, kernel: str,
-            window: int | None) -> torch.Tensor:
+            window: int | None, **options: Any) -> torch.Tensor:
     """Compute attention with a kernel on a CPU."""
     uncompiled = mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # or seconds a shape
     with varlen_on_cpu(), uncompiled:
-        return document_attention(q, k, v, document_mask(segments, kernel, documents=Documents.of(segments),
-                                                         window=window))
+        mask = document_mask(segments, kernel, documents=Documents.of(segments), window=window)
+        return document_attention(q, k, v, mask, **options)
+
+
+SCORES: list[dict[str, Any]] = [{"scale": 0.7}, {"soft_cap": 0.5}, {"sinks": True}, {
+    "scale": 0.2, "soft_cap": 2.0, "sinks": True, "window": 4}]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@every([(kernel, options) for kernel in KERNELS for options in SCORES])
+def test_soft_capping_sinks_and_a_scale_equal_attention_computed_per_query(case: tuple[str, dict[str, Any]]):
+    """Kernels without soft-capping and sinks refuse them."""
+    kernel, given = case
+    options = {**given}
+    window = options.pop("window", None)
+    segments = segments_of([13], [13], padding=3) if kernel == "causal" else segments_of([5, 8], [13], padding=3)
+    differentiable = kernel != "flex"  # which has no backward pass on a CPU
+    leaves = [tensor.requires_grad_(differentiable) for tensor in tensors(2, 13, 4, 2, 5)]
+    if "sinks" in options:
+        options["sinks"] = torch.tensor([-1.0, 0.0, 1.0, 2.0], requires_grad=differentiable)
+        leaves.append(options["sinks"])
+    becomes_masked = kernel == "causal" and window is not None
+    if kernel in ("varlen", "causal") and {"soft_cap", "sinks"} & set(options) and not becomes_masked:
+        with pytest.raises(ValueError, match="use masked or flex"):
+            compute(*leaves[:3], segments, kernel, window, **options)
+        return
+    known = (segments >= 0)[:, None, :, None]
+    ours = compute(*leaves[:3], segments, kernel, window, **options) * known
+    expected = brute_force(*leaves[:3], segments, window, **options) * known
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    if not differentiable:
+        return
+    for mine, theirs in zip(torch.autograd.grad(ours.square().sum(), leaves),
+                            torch.autograd.grad(expected.square().sum(), leaves)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

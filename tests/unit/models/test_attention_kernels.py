@@ -41,6 +41,13 @@ def test_what_auto_chooses(machine: Machine, dtype: torch.dtype, width: int, pac
     assert choose("auto", machine, dtype, width, whole_rows=True) == whole
 
 
+def test_soft_capping_and_sinks_run_where_scores_can_be_changed():
+    assert choose("auto", gpu(9, 0, *ALL), BF16, 128, whole_rows=True, plain=False) == Choice("flex")
+    assert choose("auto", Machine("cpu"), FP32, 128, plain=False) == Choice("masked")
+    with pytest.raises(ConfigError, match="neither soft-capping nor sinks"):
+        choose("varlen", gpu(9, 0), BF16, 128, plain=False)
+
+
 @pytest.mark.parametrize(("machine", "width", "expected"), [
     (gpu(9, 0, *ALL, deterministic=True), 128, Choice("causal", "FA3")),
     (gpu(9, 0, *ALL, deterministic=True), 256, Choice("causal")),

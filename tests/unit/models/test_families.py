@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.every import every
 from tests.own_parts import write_parts
 from tests.ranks import on_ranks
 from tests.unit.plan.test_memory import FLATTENED, NORM, saved_bytes
@@ -19,8 +20,10 @@ from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
 from tidewheel.models import families, huggingface
+from tidewheel.models.costs import LayerCosts
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.family import Model
 from tidewheel.models.initial_values import init_parameter
 from tidewheel.plan.layout import Job, Layout
 from tidewheel.plan.memory import kept_per_token
@@ -149,3 +152,53 @@ def test_tensor_parallelism_of_a_missing_module_is_refused(family: str):
     model, made = decoder(family)
     with pytest.raises(ConfigError, match=r"'ffn\.w1'"):
         _block_plan(model.blocks[0], {**made.model.tensor_parallel(0), "ffn.w1": "columns"})
+
+
+SHARED = {"columns", "rows"}
+PER_HEAD = {"width", "per_head"}
+
+
+def declared(model: Model, layer: int) -> LayerCosts:
+    """Return the costs of a dense layer, counted in its block by how tensor parallelism cuts each parameter."""
+    with torch.device("meta"):
+        block = model.block(layer)
+    cuts = model.tensor_parallel(layer)
+    matrices = cut = whole = 0
+    for name, parameter in block.named_parameters():
+        module, _, kind = name.rpartition(".")
+        how = cuts.get(module)
+        if how in SHARED and kind == "weight":
+            matrices += parameter.numel()
+        elif how in PER_HEAD or (how == "columns" and kind == "bias"):
+            cut += parameter.numel()
+        else:
+            whole += parameter.numel()
+    return LayerCosts(matrices, matrices, cut=cut, whole=whole, inner=model.ffn_width)
+
+
+@every([(family, {}) for family in families.KIND.built_in()] + [
+    ("llama", {"qk_norm": False}), ("gemma", {"preset": "gemma3_1b"}), ("gpt2", {"tie_embeddings": False})])
+def test_costs_that_a_family_declares_are_those_of_its_blocks(case: tuple[str, dict[str, Any]]):
+    family, changes = case
+    model = families.KIND.build(family, {"num_layers": 3, "dim": 64, "num_heads": 4, "num_kv_heads": 2, **changes})
+    counted = sum(shape.numel() for shape in huggingface.parameter_shapes(model, 128).values())
+    assert model.parameters(128) == counted
+    for layer in range(model.num_layers):
+        costs = model.layer_costs(layer)
+        if not costs.experts:
+            assert costs == declared(model, layer)
+
+
+@every([("gpt2", "gpt2_124m", 50257, 124_439_808), ("gpt2", "gpt2_1.5b", 50257, 1_557_611_200),
+        ("llama", "llama2_7b", 32000, 6_738_415_616), ("llama", "llama3_8b", 128256, 8_030_261_248),
+        ("llama", "llama3_405b", 128256, 405_853_388_800), ("llama", "llama3_3b", 128256, 3_212_749_824),
+        ("mistral", "mistral_7b", 32000, 7_241_732_096), ("mistral", "mistral_nemo_12b", 131072, 12_247_782_400),
+        ("qwen2", "qwen2.5_0.5b", 151936, 494_032_768), ("qwen2", "qwen2.5_7b", 152064, 7_615_616_512),
+        ("gemma", "gemma2_2b", 256000, 2_614_341_888), ("gemma", "gemma2_9b", 256000, 9_241_705_984),
+        ("gemma", "gemma2_27b", 256000, 27_227_128_320), ("gemma", "gemma3_1b", 262144, 999_885_952),
+        ("gemma", "gemma3_270m", 262144, 268_098_176), ("olmo2", "olmo2_7b", 100352, 7_298_617_344),
+        ("olmo2", "olmo2_13b", 100352, 13_716_198_400), ("olmo2", "olmo2_1b", 100352, 1_484_916_736)])
+def test_presets_have_the_published_number_of_parameters(case: tuple[str, str, int, int]):
+    """Compare with the sizes that Hugging Face's hub shows for the safetensors files of each model."""
+    family, preset, vocabulary, published = case
+    assert families.KIND.build(family, {"preset": preset}).parameters(vocabulary) == published

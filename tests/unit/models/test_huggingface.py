@@ -1,56 +1,31 @@
 """Tests of import and export against transformers."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
 
+from tests.every import every
+from tests.oracles import LLAMA3, ORACLES, VOCABULARY, WIDTHS, imported, largest_difference, packed
 from tidewheel.errors import CheckpointError, ConfigError
-from tidewheel.models import huggingface
+from tidewheel.models import families, huggingface
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.families import Llama
+from tidewheel.models.family import Model
+from tidewheel.parts import name_of
 from tidewheel.storage import LocalStore, store
 
-VOCABULARY, LENGTH = 96, 48
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}
-WIDTHS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-          "rms_norm_eps": 1e-5, "initializer_range": 0.2}
-MODELS = {
-    "llama": ("llama", {}),
-    "llama_tied": ("llama", {"tie_word_embeddings": True, "head_dim": 8, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 5e5}}),
-    "llama_scaled": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1000.0}}),
-    "qwen3": ("qwen3", {}),
-    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e6}}),
-}
+LENGTH = 48
+BOUND = 1e-5
+"""Largest difference of a logit in fp32."""
 
 
 def theirs(name: str) -> transformers.PreTrainedModel:
-    family, changes = MODELS[name]
-    torch.manual_seed(0)
-    kinds = {"llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-             "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)}
-    configuration, model = kinds[family]
-    made = model(configuration(**{**WIDTHS, **changes})).eval()
-    with torch.no_grad():  # norms are 1 at first, which would hide one in the wrong place
-        for parameter in made.parameters():
-            if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5)
-    return made
-
-
-def ours(folder: Path) -> Decoder:
-    folder_store = store(folder)
-    config, vocabulary_size = huggingface.read_config(folder_store)
-    model = Decoder(config, vocabulary_size)
-    model.load_state_dict(dict(huggingface.read_weights(folder_store, config, vocabulary_size)), strict=True)
-    return model.eval()
+    return ORACLES[name].build()
 
 
 @torch.no_grad()
@@ -59,41 +34,62 @@ def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens, positions, torch.zeros_like(tokens))
 
 
-@pytest.mark.parametrize("name", MODELS)
+def same_weights(oracle: transformers.PreTrainedModel, again: transformers.PreTrainedModel) -> None:
+    """Check that two models of transformers have the same class, names and weights."""
+    assert type(again) is type(oracle)
+    for (key, value), (other, back) in zip(oracle.state_dict().items(), again.state_dict().items(), strict=True):
+        assert key == other
+        assert torch.equal(value, back), key
+
+
+@pytest.mark.parametrize("name", ORACLES)
 def test_logits_equal_those_of_transformers_and_a_round_trip_is_exact(name: str, tmp_path: Path):
     oracle = theirs(name)
     oracle.save_pretrained(tmp_path / "theirs")
-    model = ours(tmp_path / "theirs")
-    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = oracle(tokens).logits
-    torch.testing.assert_close(logits_of(model, tokens), expected, rtol=0, atol=1e-4)
+    model = imported(tmp_path / "theirs")
+    assert name_of(type(model.config)) == ORACLES[name].family
+    assert largest_difference(model, oracle) < BOUND
 
     weights = model.state_dict()
     huggingface.write(store(tmp_path / "ours"), model.config, VOCABULARY,
                       lambda names: {item: weights[item] for item in names}, shard_bytes=20_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert type(again) is type(oracle)
-    for (key, value), (other, back) in zip(oracle.state_dict().items(), again.state_dict().items()):
-        assert key == other
-        assert torch.equal(value, back), key
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    same_weights(oracle, again)
+    tokens, _, _ = packed()
     with torch.no_grad():
-        assert torch.equal(again(tokens).logits, expected)
-    for key, value in ours(tmp_path / "ours").state_dict().items():
+        assert torch.equal(again(tokens).logits, oracle(tokens).logits)
+    twice = imported(tmp_path / "ours")
+    assert settings_of(twice.config) == settings_of(model.config)
+    for key, value in twice.state_dict().items():
         assert torch.equal(value, weights[key]), key
 
 
-@pytest.mark.parametrize("preset", Llama.PRESETS)
-def test_config_json_survives_a_round_trip(preset: str):
-    config = Llama.model_validate({"preset": preset})
+def settings_of(config: Model) -> dict[str, Any]:
+    """Return the content of config.json without the standard deviation of initial weights, which is not imported."""
     values = json.loads(json.dumps(huggingface.to_config(config, 1024, eos=7)))
-    back, vocabulary_size = huggingface.from_config(values, preset)
+    return {name: value for name, value in values.items() if name != "initializer_range"}
+
+
+@every([(family, preset) for family in families.KIND.built_in() for preset in families.KIND.find(family).PRESETS])
+def test_config_json_of_every_preset_survives_a_round_trip(case: tuple[str, str]):
+    family, preset = case
+    config = families.KIND.build(family, {"preset": preset})
+    back, vocabulary_size = huggingface.from_config(settings_of(config), preset)
     assert vocabulary_size == 1024
-    for name in type(config).model_fields:
-        if name not in ("preset", "num_kv_heads", "head_dim", "ffn_dim"):
-            assert getattr(back, name) == getattr(config, name), name
-    assert (back.kv_heads, back.head_width, back.ffn_width) == (config.kv_heads, config.head_width, config.ffn_width)
+    assert type(back) is type(config)
+    assert settings_of(back) == settings_of(config)
+    same = ("dim", "num_layers", "num_heads", "kv_heads", "head_width", "ffn_width", "rope_theta", "rope_scaling",
+            "tie_embeddings", "max_sequence_length")
+    assert [getattr(back, name) for name in same] == [getattr(config, name) for name in same]
+    assert [back.window(layer) for layer in range(12)] == [config.window(layer) for layer in range(12)]
+    assert [back.rope(layer) for layer in range(12)] == [config.rope(layer) for layer in range(12)]
+
+
+def test_every_family_that_can_be_imported_has_an_oracle():
+    for name in families.KIND.built_in():
+        types = families.KIND.find(name).MODEL_TYPES
+        assert len([oracle for oracle in ORACLES.values() if oracle.family == name]) >= len(types), name
 
 
 def test_the_older_form_of_rope_settings_is_read():
@@ -104,16 +100,42 @@ def test_the_older_form_of_rope_settings_is_read():
     assert (config.rope_theta, config.rope_scaling.factor, config.rope_scaling.original_length) == (5e5, 8.0, 8192)
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"model_type": "mamba"}, "model_type is 'mamba'"),
+@every([
+    ({"model_type": "mamba"}, "model_type 'mamba' is not known"),
+    ({"model_type": "gemma"}, "nearest that is known is 'gemma2'"),
     ({"attention_bias": True}, "attention_bias: True"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type: 'linear'"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type: 'yarn'"),
+    ({"hidden_act": "relu2"}, "hidden_act: 'relu2' (only 'silu')"),
+    ({"residual_multiplier": 0.22}, "not known: residual_multiplier: 0.22"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mystery": 3}}, "mystery: 3 of rope_type 'yarn'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
     ({"hidden_size": None}, "not complete"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "greater than or equal to 1"),
 ])
-def test_variants_that_compute_differently_are_refused(changes: dict, says: str):
-    with pytest.raises(ConfigError, match=says):
+def test_variants_that_compute_differently_are_refused_with_what_is_not_known(case: tuple[dict[str, Any], str]):
+    changes, says = case
+    with pytest.raises(ConfigError, match=re.escape(says)):
         huggingface.from_config({**WIDTHS, "model_type": "llama", **changes}, "config.json")
+
+
+@every([({"use_cache": False}, {}), ({"attention_dropout": 0.1, "torch_dtype": "bfloat16"}, {}),
+        ({"mystery": False, "quantization_config": None}, {})])
+def test_settings_that_change_no_logit_are_passed_over(case: tuple[dict[str, Any], Any]):
+    changes, _ = case
+    plain, _ = huggingface.from_config({**WIDTHS, "model_type": "llama"}, "config.json")
+    assert huggingface.from_config({**WIDTHS, "model_type": "llama", **changes}, "config.json")[0] == plain
+
+
+def test_a_checkpoint_of_a_model_without_output_is_read(tmp_path: Path):
+    """Its names lack the prefix, as those of openai-community/gpt2, which also has the buffers of old masks."""
+    oracle = theirs("gpt2")
+    oracle.save_pretrained(tmp_path)
+    whole = imported(tmp_path).state_dict()
+    path = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): value for name, value in safetensors.torch.load_file(path).items()}
+    safetensors.torch.save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, path)
+    for name, value in imported(tmp_path).state_dict().items():
+        assert torch.equal(value, whole[name]), name
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path):
@@ -124,30 +146,30 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path):
     def refused(tensors: dict[str, torch.Tensor], says: str) -> None:
         safetensors.torch.save_file(tensors, path, {"format": "pt"})
         with pytest.raises(CheckpointError, match=says):
-            ours(tmp_path)
+            imported(tmp_path)
 
     refused({**good, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "q_proj.bias is not a known weight")
     refused({**good, "model.norm.weight": torch.zeros(33)}, r"model.norm.weight is \[33\], config.json says \[32\]")
     refused({name: tensor for name, tensor in good.items() if name != "lm_head.weight"}, "1 weights are missing, lm_h")
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        ours(tmp_path)
+        imported(tmp_path)
     path.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickled weights are not loaded"):
-        ours(tmp_path)
+        imported(tmp_path)
 
 
 def test_a_model_in_remote_storage_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs("llama").save_pretrained(tmp_path)
-    own_state = ours(tmp_path).state_dict()
+    own_state = imported(tmp_path).state_dict()
     monkeypatch.setattr(LocalStore, "local_path", lambda self, key: None)  # as of an object store
-    for name, value in ours(tmp_path).state_dict().items():
+    for name, value in imported(tmp_path).state_dict().items():
         assert torch.equal(value, own_state[name])
 
 
 def test_padding_the_vocabulary_keeps_logits_and_bounds_the_probability_of_new_tokens(tmp_path: Path):
     theirs("llama").save_pretrained(tmp_path)
-    model = ours(tmp_path)
+    model = imported(tmp_path)
     wide = Decoder(model.config, VOCABULARY + 32)
     wide.load_state_dict({name: huggingface.padded(value, VOCABULARY + 32) if value.shape[0] == VOCABULARY else value
                           for name, value in model.state_dict().items()})

@@ -50,6 +50,19 @@ def test_the_loss_in_chunks_equals_the_loss_of_whole_logits(rows: int, z_loss: f
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_the_loss_of_soft_capped_logits_in_chunks_equals_that_of_whole_logits(z_loss: float):
+    x, weight, targets = inputs()
+    capped = 3.0 * torch.tanh(x @ weight.T / 3.0)
+    whole = value_and_gradients(cross_entropy(capped, targets, z_loss), x, weight)
+    loss = linear_cross_entropy(x, weight, targets, rows=8, z_loss=z_loss, soft_cap=3.0)
+    for ours, expected in zip(value_and_gradients(loss, x, weight), whole):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight, targets, rows=8, soft_cap=3.0),
+                                   cross_entropy(capped, targets))
+
+
 def test_z_loss_is_the_square_of_the_normaliser_and_is_not_reported():
     x, weight, targets = inputs()
     logits = x @ weight.T

@@ -143,8 +143,8 @@ def _client_package() -> Any:
 def _explained(where: str) -> Iterator[None]:
     """Turn the hub's errors into StorageErrors with a fix; the FileNotFoundError of a file stays as it is."""
     errors = package().errors
-    fix = ("check the network, the proxy and HF_ENDPOINT, or try again later; or download the data set elsewhere "
-           "(`hf download --repo-type dataset`) and give its folder as --input")
+    _, instead = _noun(where)
+    fix = f"check the network, the proxy and HF_ENDPOINT, or try again later; or {instead}"
     try:
         yield
     except ConnectionFailed as error:
@@ -162,7 +162,7 @@ def _explained(where: str) -> Iterator[None]:
         raise
     except errors.OfflineModeIsEnabled:
         raise StorageError("HF_HUB_OFFLINE is set, so nothing is read from the Hugging Face hub", where=where,
-                           fix="unset it, or download the data set and give its folder as --input") from None
+                           fix=f"unset it, or {instead}") from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "?")
         raise StorageAwayError(f"the Hugging Face hub answers with status {status}", where=where,
@@ -172,13 +172,22 @@ def _explained(where: str) -> Iterator[None]:
                            fix=fix) from None
 
 
+def _noun(where: str) -> tuple[str, str]:
+    """Return what a URI of the hub names, and how to do without the hub."""
+    if where.startswith("hf://datasets/"):
+        return "data set", ("download the data set elsewhere (`hf download --repo-type dataset`) and give its folder "
+                            "as --input")
+    return "model", "download the model elsewhere (`hf download`) and give its folder"
+
+
 def _refused(error: Exception, where: str) -> StorageError:
     errors = package().errors
+    noun, _ = _noun(where)
     if isinstance(error, errors.GatedRepoError):
-        return StorageError("the data set requires you to accept its terms", where=where,
+        return StorageError(f"the {noun} requires you to accept its terms", where=where,
                             fix="accept them on its page on the hub, and log in with `hf auth login` or HF_TOKEN")
     if isinstance(error, errors.RevisionNotFoundError):
-        return StorageError("the data set has no such revision", where=where,
+        return StorageError(f"the {noun} has no such revision", where=where,
                             fix="correct the branch, tag or commit after @, or omit it for main")
-    return StorageError("there is no such data set on the hub, or it is private", where=where,
+    return StorageError(f"there is no such {noun} on the hub, or it is private", where=where,
                         fix="correct the owner and name; for a private one, log in with `hf auth login` or HF_TOKEN")

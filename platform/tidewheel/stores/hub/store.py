@@ -1,4 +1,4 @@
-"""Read-only store of a data set on the Hugging Face hub, through huggingface_hub's file system."""
+"""Read-only store of a data set or a model on the Hugging Face hub, through huggingface_hub's file system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK_BYTES = 4 << 20
 
 
 class HubStore(Store):
-    """Read-only store of a data set on the hub, or of a folder in one."""
+    """Read-only store of a data set or a model on the hub, or of a folder in one."""
 
     def __init__(self, uri: str) -> None:
         self.dataset = parse(uri)
@@ -101,7 +101,7 @@ def _list(root: HubUri) -> dict[str, RepoFile]:
     """Return what the hub knows about each file below a URI, by its relative path."""
     def request() -> list[RepoFile]:
         entries = package().HfApi(endpoint=endpoint()).list_repo_tree(
-            root.id, root.path or None, repo_type="dataset", revision=unquote(root.revision) or None, recursive=True)
+            root.id, root.path or None, repo_type=root.kind, revision=unquote(root.revision) or None, recursive=True)
         return [entry for entry in entries if hasattr(entry, "blob_id")]  # not the folders
 
     try:

@@ -147,7 +147,8 @@ def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -
     """
     tensor = parallel.tensor
     shared = [("key and value heads", model.kv_heads), ("query heads", model.num_heads),
-              ("model.ffn_dim", model.ffn_width), ("the vocabulary", vocabulary_size or tensor)]
+              ("model.ffn_dim", model.ffn_width), ("the vocabulary", vocabulary_size or tensor),
+              ("learned positions, model.max_sequence_length", model.learned_positions)]
     for what, size in shared:
         if size % tensor:
             legal = divisors(*(size for _, size in shared if size != tensor))
