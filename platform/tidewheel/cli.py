@@ -29,6 +29,7 @@ from tidewheel.stopping import SIGNALS, Stopped, stopping
 
 if TYPE_CHECKING:
     from tidewheel.elastic.torchrun import Place
+    from tidewheel.inference.evaluate import Evaluator
     from tidewheel.train.config import TrainConfig
     from tidewheel.train.record import TrainResult
 
@@ -212,13 +213,18 @@ def evaluate(
     data: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Validation set: URI or "
                                                 "name=URI; may be repeated. Default: the run's own.")] = None,
     sequences: Annotated[int | None, Parameter(help="Number of sequences to read of each set; 0: all.")] = None,
+    positions: Annotated[str, Parameter(help="Show the loss by the position in a document instead: the ends of the "
+                                             "ranges, 1024,2048,4096.")] = "",
     device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; default: the first GPU, or else cpu.")] = "",
     as_json: AsJson = False,
 ) -> int:
     """Show loss, perplexity and bits per byte of a checkpoint, from any number of workers and any layout."""
     from tidewheel.inference.evaluate import Evaluator
 
-    evaluation = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device).evaluate(source)
+    evaluator = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device)
+    if positions:
+        return _by_position(evaluator, source, positions, as_json)
+    evaluation = evaluator.evaluate(source)
     rows = [{"set": name or "validation", "loss": round(score.loss, 4), "perplexity": round(score.perplexity, 2),
              "bits per byte": None if score.bits_per_byte is None else round(score.bits_per_byte, 4),
              "tokens": score.tokens} for name, score in evaluation.scores.items()]
@@ -227,6 +233,23 @@ def evaluate(
                           "sets": rows}))
     else:
         print_table(rows, title=f"step {evaluation.step:,} of {evaluation.checkpoint}")
+    return 0
+
+
+def _by_position(evaluator: Evaluator, source: str, positions: str, as_json: bool) -> int:
+    """Print the loss of each range of positions."""
+    try:
+        edges = [int(edge) for edge in positions.split(",")]
+    except ValueError:
+        raise ConfigError(f"{positions!r} are not numbers", where="--positions", fix="give --positions 1024,2048,4096"
+                          ) from None
+    rows = [{"set": name or "validation", "positions": f"{score.start:,} to {score.end - 1:,}",
+             "loss": None if score.loss is None else round(score.loss, 4), "tokens": score.tokens}
+            for name, scores in evaluator.by_position(source, edges).items() for score in scores]
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        print_table(rows, title=f"Loss by the position in a document, {source}")
     return 0
 
 

@@ -63,6 +63,27 @@ class Row:
 
 
 DEEP = ("model.num_layers=4",)
+METHODS = ("all_gather", "all_to_all", "ring")
+BLOCKWISE = "model.attention=blockwise"
+CONTEXT_ROWS: list[Row] = [
+    *(Row(f"CP 2, {method}, blockwise", 2, (
+        "parallel.context=2", f"parallel.context_method={method}", BLOCKWISE)) for method in METHODS),
+    *(Row(f"CP 4, {method}", 4, ("parallel.context=4", f"parallel.context_method={method}"))
+      for method in METHODS[1:]),
+    *(Row(f"CP 2, {method}, activations {kind}", 2, (
+        "parallel.context=2", f"parallel.context_method={method}", f"memory.activation_checkpointing={kind}"))
+      for method in METHODS[1:] for kind in ("full", "selective")),
+    *(Row(f"CP 2, {method} x {data} 2", 4, (
+        "parallel.context=2", f"parallel.context_method={method}", f"parallel.data={data}"))
+      for method in METHODS[1:] for data in ("ddp", "zero3")),
+    *(Row(f"TP 2 x CP 2, {method}", 4, ("parallel.tensor=2", "parallel.context=2", f"parallel.context_method={method}"),
+          ("model.num_kv_heads=4",)) for method in METHODS[1:]),
+    *(Row(f"PP 2 x CP 2, {method}", 4, ("parallel.pipeline=2", "parallel.context=2",
+                                        f"parallel.context_method={method}")) for method in METHODS[1:]),
+    Row("CP 2, zigzag", 2, ("parallel.context=2", "parallel.context_balance=zigzag")),
+    Row("CP 2, ring, compiled", 2, ("parallel.context=2", "parallel.context_method=ring", "compile=true")),
+]
+"""Methods of context parallelism beside the default."""
 
 
 def family_rows() -> list[Row]:
@@ -140,6 +161,7 @@ ROWS: list[Row] = [
     Row("CP 2 x FSDP 2", 4, ("parallel.context=2", "parallel.data=zero3")),
     Row("CP 2 x HSDP 2", 4, ("parallel.context=2", "parallel.replicate=2")),
     Row("CP 4, untied embeddings", 4, ("parallel.context=4",), ("model.tie_embeddings=false",)),
+    *CONTEXT_ROWS,
     Row("TP 2 x CP 2", 4, ("parallel.tensor=2", "parallel.context=2")),
     Row("PP 2 x TP 2", 4, ("parallel.pipeline=2", "parallel.tensor=2")),
     *(Row(f"PP 2, {schedule} x TP 2", 4, ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}",

@@ -75,9 +75,10 @@ class PackStep(Config):
 
     sequence_length: int = Field(2048, ge=8, le=1 << 20)
     """Tokens in a row."""
-    method: Literal["best_fit", "concatenate"] = "best_fit"
+    method: Literal["best_fit", "concatenate", "one_per_row"] = "best_fit"
     """`best_fit` (decreasing) cuts only documents longer than a row. `concatenate` writes documents one after another
-    and cuts where a row ends."""
+    and cuts where a row ends. `one_per_row` gives each document, or piece of a longer one, a row of its own: train on
+    such a set with `batch.group_by_length`."""
     window: int = Field(1 << 20, ge=1)
     """Number of documents that `best_fit` sorts by length at a time."""
     validation_fraction: float = Field(0.01, ge=0, lt=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, ste
 from tidewheel.checkpoint.verify import locate
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
+from tidewheel.inference.positions import PositionScore, by_position
 from tidewheel.parts import as_json, is_own
 from tidewheel.storage import Store
 from tidewheel.train import evaluation, parallel
@@ -94,15 +95,36 @@ class Evaluator:
         Raises:
             CheckpointError: there is no complete checkpoint, or it is damaged.
         """
-        _, checkpoints, name = locate(uri)
-        CheckpointManager(checkpoints).load_from(checkpoints.at(name), {"model": self._weights})
-        self._model.refresh()
+        checkpoints, name = self._load(uri)
         tf32 = self._config.tf32 and not self._config.reproducible
         with fp32_products(torch.device(self._runtime.device), tf32):
             scores = evaluation.validate(self._model, self._sets, self._config, Collectives(self._runtime))
         result = Evaluation(checkpoints.at(name), step_of(name), scores)
         logger.info("evaluated %s: loss %.4f", result.checkpoint, result.loss)
         return result
+
+
+    def by_position(self, uri: str, edges: Sequence[int]) -> dict[str, list[PositionScore]]:
+        """Return the losses of ranges of positions in their documents, by validation set.
+
+        Args:
+            uri: as for `evaluate`.
+            edges: ends of the ranges, rising; the first begins at 0.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or it is damaged.
+            ConfigError: the edges do not rise.
+        """
+        self._load(uri)
+        sequences = self._config.evaluation.sequences
+        return {data.name: by_position(self._model, data, edges, sequences) for data in self._sets}
+
+    def _load(self, uri: str) -> tuple[Store, str]:
+        """Load a checkpoint's weights, and return the folder of checkpoints and its name."""
+        _, checkpoints, name = locate(uri)
+        CheckpointManager(checkpoints).load_from(checkpoints.at(name), {"model": self._weights})
+        self._model.refresh()
+        return checkpoints, name
 
 
 def _config(run: Store, manifest: CheckpointManifest, model: dict[str, Any], data: Mapping[str, str] | None,

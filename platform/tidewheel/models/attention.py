@@ -7,6 +7,9 @@ itself included. The kernels, which `attention_kernels` chooses:
 - `flex`: compiled FlexAttention with a block mask. Any device with Triton, all forms of `document_mask`.
 - `varlen`: flash attention over the documents laid end to end. CUDA, 16-bit, complete rows.
 - `causal`: torch's attention without a mask, where each row is one document. CUDA, 16-bit, complete rows.
+- `blockwise`: plain torch over the tiles in which something is visible. Linear memory; CPUs use it for long rows.
+
+Under context parallelism a mask may have a plan of exchanges (`attention_operator`), or exchange heads for positions.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from tidewheel.models.attention_kernels import Choice, Machine, activate, choose
+from tidewheel.models.attention_operator import handle_of, planned_attention
+from tidewheel.models.blockwise import Blockwise, Intervals, Scores, key_intervals
 from tidewheel.models.documents import Documents
 
 PLAIN_LENGTH = 1024
@@ -31,8 +36,25 @@ PLAIN_LENGTH = 1024
 fused CPU kernel's time (measured: B 8, L 256, 3 heads of 64, forward and backward, 7.5 against 20.8 ms)."""
 
 Keys = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From (attention layer, k, v of the local positions) to the k and v that queries may see. Either those of all context
-ranks in the order of `key_segments`, or those of a cache followed by the new ones. Every layer calls it, after RoPE."""
+"""From (attention layer, k, v of the local positions) to the k and v that queries may see. Either those of whole rows,
+gathered from all context ranks, or those of a cache followed by the new ones. Every layer calls it, after RoPE."""
+
+
+class Exchange(Protocol):
+    """Exchanges heads for positions with other ranks, before and after attention."""
+
+    def to_heads(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's heads of all positions, [B, h / N, L, E] of [B, h, L / N, E] each."""
+        ...
+
+    def to_positions(self, out: torch.Tensor) -> torch.Tensor:
+        """Return all heads of this rank's positions, [B, h, L / N, E] of [B, h / N, L, E]."""
+        ...
+
+    def own(self, per_head: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part [h / N] of [h]."""
+        ...
+
 
 Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 """From (q, k, v, offsets, tokens of the longest document) to [B, H, Q, E]; see `document_attention`."""
@@ -45,7 +67,7 @@ class DocumentMask:
     """The attention mask of one batch, in the form that its kernel takes.
 
     Args:
-        kernel: "masked", "flex", "varlen" or "causal".
+        kernel: "masked", "flex", "varlen", "causal", "blockwise", "ring" or "exchange".
         dense: for masked, [B, 1, Q, K] bool, True where query i may see key j.
         blocks: for flex.
         offsets: for varlen, see `Documents`.
@@ -54,6 +76,9 @@ class DocumentMask:
         flash: for varlen, the kernel; resolved here because a compiler traces the caller.
         causal: for causal, the kernel.
         keys: fetches keys and values of other ranks or of a cache; None: the local ones are complete.
+        plan: for blockwise and ring, the handle of a plan, see `attention_operator`.
+        exchange: exchanges heads for positions, for which `inner` is the mask.
+        inner: see `exchange`.
     """
 
     kernel: str
@@ -64,11 +89,14 @@ class DocumentMask:
     flash: Flash | None = None
     causal: Causal | None = None
     keys: Keys | None = None
+    plan: torch.Tensor | None = None
+    exchange: Exchange | None = None
+    inner: DocumentMask | None = None
 
 
 def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, head_width: int = 64,
                   whole: bool = True, documents: Documents | None = None, window: int | None = None,
-                  flash: str = "auto", plain: bool = True) -> Choice:
+                  flash: str = "auto", plain: bool = True, length: int = 0) -> Choice:
     """Return the attention kernel for a micro-batch on this machine; see `attention_kernels.choose`.
 
     Args:
@@ -81,13 +109,14 @@ def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, h
         window: of a sliding window.
         flash: `model.flash_attention`.
         plain: see `Model.plain_attention`.
+        length: tokens of a row.
 
     Raises:
         ConfigError: the requested kernel cannot run here.
     """
     whole_rows = documents is not None and documents.whole_rows
     return choose(requested, Machine.of(device), dtype, head_width, rows_complete=whole, whole_rows=whole_rows,
-                  window=window is not None, flash=flash, plain=plain)
+                  window=window is not None, flash=flash, plain=plain, length=length)
 
 
 def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *, documents: Documents | None = None,
@@ -128,6 +157,9 @@ def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *,
         if documents is not None and not documents.whole_rows:
             raise ValueError("causal attention takes rows of one document, but a row has several; use varlen")
         return DocumentMask("causal", causal=_causal(activate(choice.flash), choice.cudnn), keys=keys)
+    if choice.kernel == "blockwise" and places is None:
+        whole = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
+        return interval_mask(key_intervals(segment_ids, whole, window=window), "blockwise", segment_ids.shape[1], keys)
     if places is None:
         places = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     if key_segments is None or key_places is None:
@@ -139,6 +171,22 @@ def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *,
     if window is not None:
         visible = visible & (places[:, None] - key_places < window)
     return DocumentMask("masked", dense=visible[:, None], keys=keys)
+
+
+def interval_mask(seen: Intervals, kernel: str, length: int, keys: Keys | None = None) -> DocumentMask:
+    """Return the mask of queries that each see an interval of the keys.
+
+    Args:
+        seen: the intervals.
+        kernel: "masked", "flex" or "blockwise".
+        length: number of keys.
+        keys: fetches the keys, see `Keys`.
+    """
+    if kernel == "blockwise":
+        return DocumentMask("blockwise", plan=handle_of(Blockwise(seen)), keys=keys)
+    if kernel == "flex":
+        return DocumentMask("flex", blocks=interval_blocks(seen, length), keys=keys)
+    return DocumentMask("masked", dense=seen.dense(length), keys=keys)
 
 
 def document_offsets(segment_ids: torch.Tensor) -> torch.Tensor:
@@ -176,6 +224,16 @@ def _block_mask(segment_ids: torch.Tensor, places: torch.Tensor, key_segments: t
     return create(visible if window is None else near, rows, None, queries, keys, device=segment_ids.device)
 
 
+def interval_blocks(seen: Intervals, length: int) -> BlockMask:
+    """Return FlexAttention's mask of queries that each see an interval of the keys; see `interval_mask`."""
+    def inside(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k >= seen.first[b, q]) & (k < seen.last[b, q])
+
+    create = _compiled(create_block_mask) if seen.first.is_cuda else create_block_mask
+    rows, queries = seen.first.shape
+    return create(inside, rows, None, queries, length, device=seen.first.device)
+
+
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile FlexAttention; uncompiled it holds the whole score matrix."""
@@ -202,7 +260,15 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     Raises:
         ValueError: the mask's kernel has neither soft-capping nor sinks.
     """
+    if mask.exchange is not None and mask.inner is not None:
+        q, k, v = mask.exchange.to_heads(q, k, v)
+        sinks = None if sinks is None else mask.exchange.own(sinks)
+        out = document_attention(q, k, v, mask.inner, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        return mask.exchange.to_positions(out)
     grouped = q.shape[1] != k.shape[1]
+    if mask.plan is not None:
+        out, lse = planned_attention(q, k, v, mask.plan, Scores(scale or q.shape[-1] ** -0.5, soft_cap or 0.0))
+        return out if sinks is None else _with_sinks(out, lse, sinks)
     if mask.blocks is not None:
         return _flex(q, k, v, mask.blocks, scale, soft_cap, sinks)
     if mask.dense is None:
@@ -239,11 +305,7 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: torch.Tenso
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: BlockMask, scale: float | None,
           soft_cap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Compute attention with FlexAttention; see `document_attention`.
-
-    A sink adds exp(sink) to the denominator, which is exp(lse): the result without it is multiplied by
-    exp(lse) / (exp(lse) + exp(sink)).
-    """
+    """Compute attention with FlexAttention; see `document_attention`."""
     eager = q.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the rest
     flex: Any = _compiled(flex_attention) if eager else flex_attention
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": q.shape[1] != k.shape[1], "scale": scale}
@@ -252,7 +314,16 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: BlockMask, 
     if sinks is None:
         return flex(q, k, v, **options)
     out, aux = flex(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    return out * torch.sigmoid(aux.lse - sinks[None, :, None].float())[..., None].to(out.dtype)
+    return _with_sinks(out, aux.lse, sinks)
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return attention with sinks from attention without, out [B, H, Q, V], and its normalisers, lse [B, H, Q].
+
+    A sink adds exp(sink) to the denominator, which is exp(lse): the result without it is multiplied by
+    exp(lse) / (exp(lse) + exp(sink)).
+    """
+    return out * torch.sigmoid(lse - sinks[None, :, None].float())[..., None].to(out.dtype)
 
 
 @functools.cache

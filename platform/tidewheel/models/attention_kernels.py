@@ -23,6 +23,10 @@ Flash = Literal["FA2", "FA3", "FA4"]
 FLASH_MODULES: dict[str, str] = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 """The module that torch imports for an implementation that is not its own."""
 HALVES = (torch.bfloat16, torch.float16)
+LONG = 8192
+"""Rows above this many tokens use blockwise attention on a CPU: a dense mask would take more than 64 MiB a row."""
+LONG_SLICES = 1024
+"""The same for slices of rows, as in context parallelism."""
 CUDNN = 91_000
 """cuDNN attention is used from 9.10 on; torch 2.11 comes with 9.19."""
 
@@ -57,7 +61,7 @@ class Choice:
     """The kernel of a micro-batch.
 
     Args:
-        kernel: "masked", "flex", "varlen" or "causal".
+        kernel: "masked", "flex", "varlen", "causal" or "blockwise".
         flash: the implementation behind varlen, and behind causal where flash attention computes it.
         cudnn: whether causal attention tries cuDNN first.
     """
@@ -68,7 +72,8 @@ class Choice:
 
 
 def choose(requested: str, machine: Machine, dtype: torch.dtype, head_width: int, *, rows_complete: bool = True,
-           whole_rows: bool = False, window: bool = False, flash: str = "auto", plain: bool = True) -> Choice:
+           whole_rows: bool = False, window: bool = False, flash: str = "auto", plain: bool = True,
+           length: int = 0) -> Choice:
     """Return the kernel of a micro-batch. It depends on nothing but the arguments.
 
     Args:
@@ -80,7 +85,8 @@ def choose(requested: str, machine: Machine, dtype: torch.dtype, head_width: int
         whole_rows: whether each row is one document, see `Documents`.
         window: whether a sliding window limits the keys.
         flash: `model.flash_attention`: an implementation's name, or "auto" for the best one here.
-        plain: whether weights are softmax(q k). Only masked and flex have soft-capping and sinks.
+        plain: whether weights are softmax(q k). Only masked, flex and blockwise have soft-capping and sinks.
+        length: tokens of a row; 0: few.
 
     Raises:
         ConfigError: the requested kernel or implementation cannot run here.
@@ -98,7 +104,7 @@ def choose(requested: str, machine: Machine, dtype: torch.dtype, head_width: int
     if requested != "auto":
         return Choice(requested, implementation)
     if machine.device != "cuda":
-        return Choice("masked")
+        return Choice("blockwise" if length > (LONG if rows_complete else LONG_SLICES) else "masked")
     if not able:
         return Choice("flex")
     if not whole_rows or window:  # SDPA takes no window

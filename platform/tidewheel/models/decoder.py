@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         config = self.config
         kernel = choose_kernel(config.attention, x.device, product_dtype(x), head_width=config.head_width,
                                documents=documents, window=window, flash=config.flash_attention,
-                               plain=config.plain_attention)
+                               plain=config.plain_attention, length=segment_ids.shape[1])
         return document_mask(segment_ids, kernel, documents=documents, window=window)
 
     def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None,

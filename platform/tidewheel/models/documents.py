@@ -24,11 +24,13 @@ class Documents:
             `padded_count(documents)`; entries past the last document repeat B x L, which makes empty documents.
         whole_rows: whether each row holds one document, which begins with the row; padding may follow it.
         longest: at least the tokens of the longest document, at most L.
+        on_host: `offsets` in the memory of the host.
     """
 
     offsets: torch.Tensor
     whole_rows: bool
     longest: int
+    on_host: np.ndarray
 
     @classmethod
     def of(cls, segment_ids: np.ndarray | torch.Tensor) -> Documents:
@@ -44,7 +46,8 @@ class Documents:
         offsets = np.full(padded_count(len(starts)) + 1, segments.size, dtype=np.int32)
         offsets[:len(starts)] = starts
         whole_rows = not bool((begins[:, 1:] & (segments[:, 1:] >= 0)).any())
-        return cls(torch.from_numpy(offsets), whole_rows, longest_of(offsets, segments.shape[1]))
+        return cls(torch.from_numpy(offsets), whole_rows, longest_of(offsets, segments.shape[1]),
+                   offsets)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Documents:
         """Return the layout with its offsets on a device.

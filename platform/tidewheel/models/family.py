@@ -97,9 +97,10 @@ class Model(HuggingFaceForm):
     init_from: str = ""
     """Start with the weights of a checkpoint: the URI of a run (its newest checkpoint is taken), of
     RUN/checkpoints/step_00000100, or of an imported model (`tidewheel checkpoint import`)."""
-    attention: Literal["auto", "masked", "flex", "varlen"] = "auto"
-    """Attention kernel: a dense mask, FlexAttention with a block mask, or flash attention over documents of varying
-    length (16-bit, CUDA). auto: the best one for the device. It changes only speed and rounding."""
+    attention: Literal["auto", "masked", "flex", "varlen", "blockwise"] = "auto"
+    """Attention kernel: a dense mask, FlexAttention with a block mask, flash attention over documents of varying
+    length (16-bit, CUDA), or plain torch block by block (CPU, long rows). auto: the best one for the device. It changes
+    only speed and rounding."""
     flash_attention: Literal["auto", "FA2", "FA3", "FA4"] = "auto"
     """Implementation of flash attention: torch's own (FA2), or one that is installed beside torch. auto: the fastest
     one for the GPU that is installed (`models/attention_kernels.py`). It changes only speed and rounding."""

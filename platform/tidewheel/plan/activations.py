@@ -43,7 +43,7 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
       recomputed. With tensor parallelism also the outputs of the collectives: two gathered inputs and two scattered
       outputs.
 
-    With context parallelism, keys and values of whole rows are kept.
+    With context parallelism by all_gather, keys and values of whole rows are kept; by ring, only this rank's.
 
     Args:
         job: the run.
@@ -67,7 +67,7 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
         gathered = job.residual_bytes if job.config.precision == "fp8" else a
         collectives = 2 * dim * (gathered + a / tensor) if tensor > 1 else 0.0
         return residual + result + a * saved + collectives
-    attention = a * (query + 2 * key * parallel.context) + result if kind != "attention" else 0.0
+    attention = a * (query + 2 * key * _kept_keys(job, layout)) + result if kind != "attention" else 0.0
     if job.config.compile:
         inside = ffn.kept_compiled * a * inner if kind != "feed_forward" else 0.0
         return residual + a * dim / tensor + 2 * a * dim + attention + inside
@@ -76,6 +76,19 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
     of_ffn = job.residual_bytes if kind == "feed_forward" else (ffn.inputs if cast else 1) * a
     inside = ffn.kept * a * inner if kind != "feed_forward" else 0.0
     return 2 * 4 * dim / tensor + (of_attention + of_ffn) * dim + attention + inside
+
+
+def repeated_keys(job: Job, layout: Layout) -> float:
+    """Return how often all_to_all repeats each key head, so that every context rank gets one."""
+    return max(1.0, layout.parallel.context * layout.parallel.tensor / job.model.kv_heads)
+
+
+def _kept_keys(job: Job, layout: Layout) -> float:
+    """Return the keys that a block keeps, over those of the rank's positions."""
+    method = layout.parallel.context_method
+    if method == "ring":
+        return 1.0
+    return float(layout.parallel.context) if method == "all_gather" else repeated_keys(job, layout)
 
 
 def computed_again(job: Job, layout: Layout) -> tuple[float, float, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tidewheel.plan.activations import share_recomputed
+from tidewheel.plan.activations import repeated_keys, share_recomputed
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.layout import Held, Job, Layout, Share
 
@@ -136,10 +136,12 @@ def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group, products:
 
 
 def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis:
-    """Return the communication of context parallelism; computation overlaps none of it.
+    """Return the communication of context parallelism; of a ring, which overlaps it, an upper bound.
 
-    Every block gathers the keys and values of whole rows, and scatters their gradients in fp32 (arXiv:2407.21783,
-    section 3.3.2).
+    all_gather: every block gathers the keys and values of whole rows, and scatters their gradients in fp32
+    (arXiv:2407.21783, section 3.3.2). ring: keys make the same way hop by hop, once more in the backward pass, and
+    their fp32 gradients one hop more (arXiv:2310.01889). all_to_all: queries, keys, values and the output change
+    places, and their gradients (arXiv:2309.14509, section 3.2); keys are repeated for ranks without a head.
 
     Args:
         job: the run.
@@ -148,11 +150,20 @@ def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis
         context: the context-parallel group.
     """
     p, model = layout.parallel, job.model
-    keys = 2 * layout.micro_sequences * job.sequence_length * model.kv_heads * model.head_width / p.tensor
+    tokens = layout.micro_sequences * job.sequence_length
+    keys = 2 * tokens * model.kv_heads * model.head_width / p.tensor
     inside = layout.memory.activation_checkpointing in ("attention", "selective")
     again = 1.0 if inside else share_recomputed(job, layout)
-    calls = [("all_gather", keys * job.compute_bytes, share.blocks * (1 + again)),
-             ("reduce_scatter", keys * 4, float(share.blocks))]
+    if p.context_method == "all_to_all":
+        queries = tokens * model.num_heads * model.head_width / p.tensor / p.context
+        moved = 2 * queries + keys * repeated_keys(job, layout) / p.context  # one rank's
+        calls = [("all_to_all", moved * job.compute_bytes, share.blocks * (2 + again))]
+    elif p.context_method == "ring":
+        calls = [("all_gather", keys * job.compute_bytes, share.blocks * (2 + again)),
+                 ("reduce_scatter", keys * 4 * p.context / max(1, p.context - 1), float(share.blocks))]
+    else:
+        calls = [("all_gather", keys * job.compute_bytes, share.blocks * (1 + again)),
+                 ("reduce_scatter", keys * 4, float(share.blocks))]
     return _axis("context", context, calls, layout.micro_batches)
 
 

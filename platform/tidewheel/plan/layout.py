@@ -163,6 +163,8 @@ class Layout:
         settings: dict[str, object] = {"parallel.data": p.data}
         for name in ("tensor", "pipeline", "context", "replicate"):
             settings[f"parallel.{name}"] = getattr(p, name)
+        if p.context > 1:
+            settings["parallel.context_method"] = p.context_method
         if p.pipeline > 1:
             settings["parallel.pipeline_schedule"] = p.pipeline_schedule
         settings["memory.activation_checkpointing"] = self.memory.activation_checkpointing

@@ -101,7 +101,8 @@ def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
             if tensor * context > cluster.nodes_of or gpus % (tensor * context):
                 continue
             for pipeline in legal.divisors(gpus // tensor // context):
-                probe = ParallelConfig(tensor=tensor, context=context, pipeline=pipeline)
+                probe = ParallelConfig(tensor=tensor, context=context, pipeline=pipeline,
+                                       context_method=job.config.parallel.context_method)
                 if legal.shape(probe, job.model, job.vocabulary_size) or legal.length(probe, job.sequence_length):
                     continue
                 if job.config.batch.virtual_ranks % (gpus // probe.unit) == 0:
@@ -118,6 +119,7 @@ def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator
                 parallel = ParallelConfig(
                     data=kind, replicate=replicate, tensor=mesh.tensor, context=mesh.context, pipeline=mesh.pipeline,
                     pipeline_schedule=schedule, reduce=_reduce(job, kind, mesh.pipeline),
+                    context_method=mesh.context_method,
                     offload=job.config.parallel.offload and kind in ("zero2", "zero3"),
                     async_tensor=job.config.parallel.async_tensor and mesh.tensor > 1)
                 for micro in MICRO_SEQUENCES:

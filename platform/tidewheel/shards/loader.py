@@ -48,6 +48,10 @@ class Loader:
         self._read_ahead(self._thread, positions)
         return rows
 
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        """Return the tokens of the sequences at `positions`, int32 [B]; see `SourceReader.lengths`."""
+        return self._reader.lengths(positions)
+
     @property
     def reach(self) -> int | None:
         """Positions below this can be read now; see `Source.reach`."""

@@ -225,6 +225,24 @@ class ShardSet:
             self._read_again(np.unique(shards).tolist(), error)
             return self._gather(shards, rows)
 
+    def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the number of real tokens of row `rows[i]` of shard number `shards[i]` for each i, int32 [B].
+
+        Args:
+            shards: see `rows`.
+            rows: see `rows`.
+
+        Raises:
+            ShardError: a shard is missing or damaged.
+            IndexError: there is no such shard or row.
+        """
+        self._check(shards, rows)
+        lengths = np.empty(len(shards), dtype=np.int32)
+        for index in np.unique(shards).tolist():
+            in_shard = shards == index
+            lengths[in_shard] = self.shard(index).lengths[rows[in_shard]]
+        return lengths
+
     def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         manifest, count = self.manifest, len(shards)
         shape = (count, manifest.sequence_length)

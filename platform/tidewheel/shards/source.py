@@ -253,6 +253,24 @@ class SourceReader:
             indices.append(in_domain)
         return parts[0] if len(parts) == 1 else _merged(parts, np.argsort(np.concatenate(indices)))
 
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        """Return the number of real tokens of each row at `positions`, int32 [B]. It reads no tokens.
+
+        Args:
+            positions: int64 [B].
+
+        Raises:
+            ShardError: a shard is missing or damaged.
+        """
+        domains, shards, rows = self.source.locate(np.ascontiguousarray(positions, dtype=np.int64))
+        lengths = np.empty(len(positions), dtype=np.int32)
+        for index in np.unique(domains).tolist():
+            in_domain = domains == index
+            opened = self._sets[index]
+            opened.follow(self.source.domains[index].manifest)
+            lengths[in_domain] = opened.lengths(shards[in_domain], rows[in_domain])
+        return lengths
+
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return `Source.locate`. Once batches follow each other evenly, also locate those to come: for a thousand
         positions this takes little longer than for ten."""

@@ -33,6 +33,19 @@ class BatchConfig(Config):
     """Smaller global batches first, growing to global_sequences: early gradients need fewer samples
     (https://arxiv.org/abs/1812.06162)."""
 
+    pad_to_multiple_of: int = Field(default=0, ge=0)
+    """Pad the sequences of a micro-batch to the longest of them, rounded up to a multiple of this, for sets with one
+    document in each row (`pack.method: one_per_row`). 0: pad to the row length of the set."""
+    group_by_length: bool = False
+    """Form the micro-batches of a step of sequences of similar length. The global batch has the same sequences."""
+
+    @pydantic.model_validator(mode="after")
+    def _grouped_rows_are_cut(self) -> BatchConfig:
+        if self.group_by_length and not self.pad_to_multiple_of:
+            raise ValueError("group_by_length saves nothing while every row is padded to the row length of the set; "
+                             "nearest legal choice: pad_to_multiple_of 64, or group_by_length false")
+        return self
+
     @pydantic.model_validator(mode="after")
     def _divides(self) -> BatchConfig:
         unit = self.virtual_ranks * self.micro_sequences

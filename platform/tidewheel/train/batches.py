@@ -1,7 +1,7 @@
 """Read a rank's rows of each step, and compute the digest of what all ranks read.
 
 `Positions` gives the global batch of a step. It is cut into V slices for V virtual ranks, and these into
-micro-batches of one shape. Each data rank computes its `MicroBatchShare` of them: usually the virtual ranks
+micro-batches of as many sequences. Each data rank computes its `MicroBatchShare` of them: usually the virtual ranks
 [r V/N, (r+1) V/N). Ranks that share a copy of the model (tensor, context, pipeline) have one data rank and read the
 same rows.
 """
@@ -28,6 +28,7 @@ from tidewheel.time_limit import TimeLimit, result
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.device_copies import DeviceCopies
+from tidewheel.train.length_groups import cut, padded_length, similar_lengths
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
@@ -40,7 +41,9 @@ class RankBatch:
 
     micro_batches: list[MicroBatch]
     ids: list[str]
-    """Sequence ids ("shard:row", of a mixture "domain/shard:row") in order of position."""
+    """Sequence ids ("shard:row", of a mixture "domain/shard:row") in the order in which they were read."""
+    indices: np.ndarray
+    """Index of each of them in the global batch, [n] int64; rising, unless micro-batches are grouped by length."""
 
 
 class BatchReader:
@@ -55,10 +58,13 @@ class BatchReader:
         steps: of the whole run.
         ahead: batches to read ahead.
         limit: time limit of the generation; when it ends, `read` stops waiting.
+        one_shape: whether all micro-batches of a step have the same length.
     """
 
     def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: MicroBatchShare, *,
-                 device: torch.device, steps: int, ahead: int, limit: TimeLimit | None = None) -> None:
+                 device: torch.device, steps: int, ahead: int, limit: TimeLimit | None = None,
+                 one_shape: bool = False) -> None:
+        self._one_shape = one_shape
         self._loader, self._config, self._positions = loader, config, positions
         self._share, self._steps, self._ahead = share, steps, ahead
         self._copies = DeviceCopies(device)
@@ -105,11 +111,23 @@ class BatchReader:
         positions, size = self._positions.of(step), self._config.micro_sequences
         per_virtual = len(positions) // self._config.virtual_ranks
         mine = sequence_indices(self._share, len(positions), size)
-        rows = self._loader.batch(positions[mine])
-        micros = [micro_batch(rows, slice(start, start + size), int(mine[start]) // per_virtual, torch.device("cpu"))
-                  for start in range(0, len(mine), size)]
+        chosen = mine
+        if self._config.group_by_length:
+            lengths = self._loader.lengths(positions)
+            chosen = similar_lengths(lengths, size, self._config.virtual_ranks)[mine]
+        rows = self._loader.batch(positions[chosen])
+        micros = []
+        for start in range(0, len(mine), size):
+            part = slice(start, start + size)
+            cut_rows = cut(rows, part, self._padded(rows.lengths, part, rows.tokens.shape[1]))
+            micros.append(micro_batch(cut_rows, slice(0, size), int(mine[start]) // per_virtual, torch.device("cpu")))
         on_device, copied = self._copies.start(micros)
-        return RankBatch(on_device, list(rows.ids)), copied
+        return RankBatch(on_device, list(rows.ids), chosen), copied
+
+    def _padded(self, lengths: np.ndarray, part: slice, most: int) -> int:
+        """Return the length of a micro-batch's rows; a pipeline needs one length for all micro-batches of a step."""
+        among = lengths if self._one_shape else lengths[part]
+        return padded_length(among, self._config.pad_to_multiple_of, most)
 
 
 def sequence_indices(share: MicroBatchShare, sequences: int, micro_sequences: int) -> np.ndarray:
@@ -171,25 +189,42 @@ class BatchDigest:
         self._source, self._collectives = source, collectives
         self._manifest: Manifest | None = None
 
-    def of(self, ids: Sequence[str]) -> str | None:
-        """Return the digest on rank 0, None elsewhere. All ranks call it with the ids that they loaded."""
-        return self.start(ids)()
+    def of(self, ids: Sequence[str], indices: np.ndarray | None = None) -> str | None:
+        """Return the digest on rank 0, None elsewhere. All ranks call it with what they loaded.
 
-    def start(self, ids: Sequence[str]) -> Later[str | None]:
-        """Gather the ids without waiting for them, and return a function that returns the digest; see `of`."""
+        Args:
+            ids: of their sequences.
+            indices: of these in the global batch, if the batch is grouped by length.
+        """
+        return self.start(ids, indices)()
+
+    def start(self, ids: Sequence[str], indices: np.ndarray | None = None) -> Later[str | None]:
+        """Gather the ids without waiting for them, and return a function that returns the digest.
+
+        Args:
+            ids: see `of`.
+            indices: see `of`.
+        """
         self._number()
         packed = torch.tensor([self._pack(sequence) for sequence in ids], dtype=torch.int64)
         if not self._sends:
             return lambda: None
+        if indices is not None:
+            packed = torch.cat((packed, torch.from_numpy(indices)))
         gathered = self._collectives.gather_later(packed, self._group)
-        return lambda: self._digest(gathered())
+        return lambda: self._digest(gathered(), sent=indices is not None)
 
-    def _digest(self, gathered: torch.Tensor | None) -> str | None:
+    def _digest(self, gathered: torch.Tensor | None, *, sent: bool) -> str | None:
+        """Return the digest of what all ranks sent: ids, and with `sent` the indices of each rank behind its ids."""
         if gathered is None:
             return None
-        read = np.concatenate([sequence_indices(replace(self._share, rank=rank), len(gathered), self._micro_sequences)
-                               for rank in range(self._share.size)])
-        in_order = gathered.numpy()[np.argsort(read)].tolist()
+        ids = gathered.numpy()
+        if sent:
+            ids, read = (part.ravel() for part in ids.reshape(self._share.size, 2, -1).swapaxes(0, 1))
+        else:
+            read = np.concatenate([sequence_indices(replace(self._share, rank=rank), len(ids), self._micro_sequences)
+                                   for rank in range(self._share.size)])
+        in_order = ids[np.argsort(read)].tolist()
         return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in in_order])
 
     def _number(self) -> None:

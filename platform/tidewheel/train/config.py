@@ -307,9 +307,8 @@ class TrainConfig(Config):
 
         if (reason := legal.reason_against(self)) is not None:
             raise ValueError(reason)
-        if self.model.attention == "varlen" and (self.precision == "fp32" or self.parallel.context > 1):
-            why = "precision is fp32" if self.precision == "fp32" else "parallel.context is more than 1"
-            raise ValueError(f"model.attention varlen takes 16-bit precision and whole rows, but {why}; nearest legal "
+        if self.model.attention == "varlen" and self.precision == "fp32":
+            raise ValueError("model.attention varlen takes 16-bit precision, but precision is fp32; nearest legal "
                              "choice: flex")
         if self.model.fused_products and self.precision == "fp8":
             raise ValueError("model.fused_products with precision fp8, which scales each matrix by itself; nearest "

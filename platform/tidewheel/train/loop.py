@@ -208,7 +208,9 @@ class Loop:
             self._metrics.measure(step, waited)
         else:
             started.result()
-        return Pending(step, started, self._recording.digest.start(batch.ids), training.optimizer.learning_rate)
+        digest = self._recording.digest.start(
+            batch.ids, batch.indices if training.config.batch.group_by_length else None)
+        return Pending(step, started, digest, training.optimizer.learning_rate)
 
     def _end(self, pending: Pending, behind: Pending | None = None) -> bool:
         """Wait for a step and do what follows it; return whether the run continues behind it and does not go back.

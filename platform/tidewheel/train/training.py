@@ -78,7 +78,8 @@ class Training:
         reading = SourceReader(source, cache=cache, verify=config.data.verify,
                                on_damage=partial(read_again, runtime.control))
         reader = BatchReader(Loader(reading, prefetch=0), config.batch, positions, model.share, device=device,
-                             steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit)
+                             steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit,
+                             one_shape=config.parallel.pipeline > 1)
         return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
                    optimizer=build_optimizer(model, config.optimizer),

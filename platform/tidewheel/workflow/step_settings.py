@@ -120,7 +120,7 @@ class PackSettings(TypedDict, total=False):
     """`Pipeline.pack`."""
 
     sequence_length: int
-    method: Literal["best_fit", "concatenate"]
+    method: Literal["best_fit", "concatenate", "one_per_row"]
     window: int
     validation_fraction: float
     rows_per_shard: int

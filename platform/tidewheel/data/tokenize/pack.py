@@ -1,10 +1,12 @@
-"""Packing of documents into rows of fixed length without losing a token, by best fit or concatenation.
+"""Packing of documents into rows of fixed length without losing a token.
 
 Best fit: a document longer than a row is cut into full rows and a remainder. Pieces are placed in order of decreasing
 length, each into the row with the least room that fits it; rows with room take pieces of the next window. A bitset of
 the rooms of open rows makes placing a piece cost a few instructions.
 
 Concatenation: the documents form one stream that is cut at the end of each row; only the last row is not full.
+
+One per row: every piece has a row of its own, filled with padding, for fine-tuning with batches of similar length.
 
 Equal input gives equal rows, regardless of threads and time.
 """
@@ -25,7 +27,7 @@ from tidewheel.data.text.kernel_tools import compiled
 
 WINDOW = 1 << 20
 """Number of pieces that best fit sorts by length at a time."""
-METHODS = ("best_fit", "concatenate")
+METHODS = ("best_fit", "concatenate", "one_per_row")
 
 
 def pack(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray, *, sequence_length: int,
@@ -63,7 +65,10 @@ def pack(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray,
         documents, begins, lengths, rows, count = _cut(offsets, sequence_length)
     else:
         documents, begins, lengths = _pieces(offsets, sequence_length)
-        rows, count = _place(lengths, sequence_length, window)
+        if method == "one_per_row":
+            rows, count = np.arange(len(lengths)), len(lengths)
+        else:
+            rows, count = _place(lengths, sequence_length, window)
         order, rows = _by_first_document(rows, count)
         documents, begins, lengths = documents[order], begins[order], lengths[order]
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tidewheel.errors import ConfigError
+from tidewheel.models import attention_operator
 from tidewheel.models.attention import document_mask
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
@@ -36,12 +37,13 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_fused_attention_overrideable.default, torch.ops.higher_order.flex_attention,
     aten.bmm.default}
-"""Attention by each kernel but varlen, which is an operator once it was imported; on a CPU it is batched products."""
-VARLEN = "torch_attn::_varlen_attn"
+"""Attention by each kernel that torch always has; on a CPU it is batched products."""
+NAMED_ATTENTION = ("torch_attn::_varlen_attn", attention_operator.NAME)
+"""The same by their names, which exist once the kernel was imported: varlen, blockwise and ring."""
 COLLECTIVES = {torch.ops._c10d_functional.reduce_scatter_tensor.default,
                torch.ops._c10d_functional.all_gather_into_tensor.default}
 """Collectives, which are not repeated."""
-WITH_PRODUCTS = {"symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter"}
+WITH_PRODUCTS = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter")
 """Collectives that overlap with products. They are operators once they were imported."""
 
 
@@ -144,7 +146,8 @@ def _selective(config: MemoryConfig, names: Sequence[str]) -> Any:
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        save = operator in ATTENTION or operator in COLLECTIVES or operator.name() in {VARLEN, *WITH_PRODUCTS}
+        named = operator.name() in NAMED_ATTENTION + WITH_PRODUCTS
+        save = operator in ATTENTION or operator in COLLECTIVES or named
         if operator in PRODUCTS:
             seen[context.is_recompute] += 1
             number = seen[context.is_recompute]

@@ -38,6 +38,14 @@ class ParallelConfig(Config):
     """Stages on each pipeline worker. Default: 1 for 1f1b and gpipe, which take no other number, 2 for the others."""
     context: int = Field(default=1, ge=1)
     """Workers that share each sequence."""
+    context_method: Literal["all_gather", "all_to_all", "ring"] = "all_gather"
+    """What these workers exchange for attention. all_gather: the keys of whole sequences, to every worker. all_to_all:
+    positions for heads (Ulysses, https://arxiv.org/abs/2309.14509), at most as many workers as query heads. ring: keys
+    pass from worker to worker (https://arxiv.org/abs/2310.01889), for sequences whose keys do not fit."""
+    context_balance: Literal["documents", "zigzag"] = "documents"
+    """Which positions a worker keeps. documents: such that attention over the packed documents of each row costs every
+    worker the same. zigzag: pieces i and 2N-1-i of 2N, which is even for rows of one document. all_to_all has no
+    choice: neighbouring positions."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
     """For zero2 and zero3: when gradients are reduce-scattered. step: once, after the last micro-batch, which
     communicates least but keeps whole gradients between micro-batches. micro_batch: after each, so that only shards are

@@ -59,7 +59,8 @@ def reason_against(config: TrainConfig) -> str | None:
     """Return why a configuration is illegal, or None. `check_data` and `check_world` check what is known later."""
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
     return (objective.reason_against(config.objective, mesh) or _zero_bubble(config) or _kernels(config)
-            or _fp8(config) or _async_tensor(config) or _workers(config) or reproducible.reason_against(config)
+            or _fp8(config) or _async_tensor(config) or _lengths(config) or _workers(config)
+            or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
 
@@ -80,9 +81,27 @@ def _zero_bubble(config: TrainConfig) -> str | None:
 
 
 def _kernels(config: TrainConfig) -> str | None:
-    if config.parallel.context > 1 and config.model.attention == "varlen":
-        return (f"model.attention varlen needs whole rows, but with parallel.context {config.parallel.context} each "
-                "worker has slices of them; nearest legal choice: attention flex")
+    parallel = config.parallel
+    if parallel.context > 1 and config.model.attention == "varlen" and parallel.context_method != "all_to_all":
+        return (f"model.attention varlen needs whole rows, but with parallel.context {parallel.context} and "
+                f"context_method {parallel.context_method} each worker has slices of them; nearest legal choice: "
+                "attention flex, or context_method all_to_all")
+    return None
+
+
+def _lengths(config: TrainConfig) -> str | None:
+    """Return why rows cannot be padded to the longest of a micro-batch, or None."""
+    multiple, parallel = config.batch.pad_to_multiple_of, config.parallel
+    if not multiple:
+        return None
+    unit = parallel.tensor * (2 * parallel.context if parallel.context > 1 else 1)
+    if multiple % unit:
+        return (f"batch.pad_to_multiple_of {multiple} gives rows whose positions parallel.context {parallel.context} "
+                f"and parallel.tensor {parallel.tensor} cannot share; nearest legal choice: "
+                f"{max(1, round(multiple / unit)) * unit}")
+    if config.precision == "fp16":
+        return ("batch.pad_to_multiple_of with precision fp16, whose loss scale depends on the length of rows, which "
+                "differs between workers; nearest legal choice: precision bf16, or pad_to_multiple_of 0")
     return None
 
 
@@ -154,12 +173,28 @@ def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -
             legal = divisors(*(size for _, size in shared if size != tensor))
             return (f"parallel.tensor {tensor} does not divide {what}, {size}; nearest that does: "
                     f"{nearest(tensor, legal)}")
+    if (reason := _heads(parallel, model)) is not None:
+        return reason
     stages, room = parallel.pipeline * parallel.stages_per_rank, model.num_layers + 2
     if parallel.pipeline > 1 and stages > room:
         return (f"parallel.pipeline {parallel.pipeline} with {parallel.stages_per_rank} stage(s) on each worker is "
                 f"more than the {room} pieces of the model (embedding, {model.num_layers} layers, output); nearest "
                 f"legal choice: {max(1, room // parallel.stages_per_rank)}")
     return None
+
+
+def _heads(parallel: ParallelConfig, model: Model) -> str | None:
+    """Return why context ranks cannot share the heads, or None. Several ranks may have the same key head."""
+    if parallel.context == 1 or parallel.context_method != "all_to_all":
+        return None
+    query, key = model.num_heads // parallel.tensor, model.kv_heads // parallel.tensor
+    possible = [ranks for ranks in divisors(query) if key % ranks == 0 or ranks % key == 0]
+    if parallel.context in possible:
+        return None
+    each = f" on each of {parallel.tensor} tensor ranks" if parallel.tensor > 1 else ""
+    return (f"parallel.context {parallel.context} with context_method all_to_all shares the heads, but there are "
+            f"{query} query heads and {key} key heads{each}; nearest legal choice: context "
+            f"{nearest(parallel.context, possible)}, or context_method all_gather")
 
 
 def check_data(config: TrainConfig, vocabulary_size: int, sequence_length: int) -> None:

@@ -24,6 +24,7 @@ from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
 from tidewheel.train.parallel import async_tensor, legal, tensor
 from tidewheel.train.parallel import context as context_parallel
+from tidewheel.train.parallel.context import RowShare
 from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks, local
 from tidewheel.train.parallel.fully_shard import FullyShard
 from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
@@ -56,15 +57,18 @@ class ParallelModel:
         pipeline: whose stages the parts are; None: the decoder is whole.
         order: of reproducible mode.
         objective: default: next-token cross-entropy.
+        rows: the part of each row that this rank computes; default: all of it.
     """
 
     def __init__(self, parts: Sequence[nn.Module], data: Sequence[SingleProcess], mesh: Mesh, config: Model,
                  vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None,
-                 order: GradientOrder | None = None, objective: Objective | None = None) -> None:
+                 order: GradientOrder | None = None, objective: Objective | None = None,
+                 rows: RowShare | None = None) -> None:
         self.pipeline = pipeline
         self.order = order
         self.objective = objective or objectives.KIND.build(objectives.DEFAULT)
         self.share = MicroBatchShare(mesh.data_rank, mesh.data_size) if order is None else order.share
+        self._rows = rows
         self.parts = list(parts)
         self.data = list(data)
         self.mesh = mesh
@@ -170,7 +174,7 @@ class ParallelModel:
 
     def _share(self, micro: MicroBatch) -> MicroBatch:
         """Return the part of a micro-batch that this rank computes."""
-        return context_parallel.share(micro, self.mesh.coordinate("context"), self.mesh.size("context"))
+        return micro if self._rows is None else self._rows.of(micro)
 
     def _reported(self, losses: torch.Tensor) -> torch.Tensor:
         """Return the loss on the first tensor-parallel rank, zero on the others, which have the same loss."""
@@ -232,10 +236,12 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     order = None
     if config.reproducible:
         order = GradientOrder.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, num_parameters))
+    windows = tuple(config.model.window(layer) for layer in range(config.model.num_layers))
+    rows = RowShare(mesh.coordinate("context"), parallel.context, parallel, windows)
     if parallel.pipeline == 1:
         data = parallelize(whole, config, mesh, device, num_parameters, order)
         return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, num_parameters, order=order,
-                             objective=config.objective)
+                             objective=config.objective, rows=rows)
     all_stages = stages(config.model.num_layers, parallel.pipeline, parallel.pipeline_schedule,
                         parallel.stages_per_rank)
     parts = [cut(copy.deepcopy(whole), stage) for stage in all_stages if stage.rank == mesh.coordinate("pipeline")]
@@ -243,7 +249,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     pipeline = Pipeline(parts, all_stages, parallel.pipeline_schedule, group=mesh.group("pipeline"), device=device,
                         sequence_parts=parallel.tensor, dtype=whole.weight.dtype, objective=config.objective)
     return ParallelModel(parts, parallelized, mesh, config.model, vocabulary_size, num_parameters, pipeline, order,
-                         config.objective)
+                         config.objective, rows)
 
 
 def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,
@@ -273,7 +279,7 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
     if (ranks := mesh.of("tensor")) is not None:
         tensor.apply(part, ranks, asynchronous=parallel.async_tensor)
     if (ranks := mesh.of("context")) is not None:
-        context_parallel.apply(part, ranks, mesh.size("tensor"))
+        context_parallel.apply(part, ranks, parallel)
     memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))

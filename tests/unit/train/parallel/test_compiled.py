@@ -19,7 +19,9 @@ from tests.unit.train.parallel.layouts import config, train
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.parallel import model as model_module
 
-LAYOUTS: tuple[dict[str, Any], ...] = ({"data": "zero3"}, {"tensor": 2}, {"context": 2})
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"data": "zero3"}, {"tensor": 2}, *({"context": 2, "context_method": method}
+                                       for method in ("all_gather", "all_to_all", "ring")))
 STEPS = 3
 
 

@@ -68,6 +68,8 @@ CASES = [
     Case(1, "lion", {}, LION), Case(3, "lion", STREAM, LION),
     Case(2, "tensor", {"tensor": 2}, TENSOR), Case(4, "tensor", {"tensor": 2, **STEP}, TENSOR),
     Case(2, "context", {"context": 2, "data": "ddp"}, CONTEXT), Case(4, "context", {"context": 2, **STEP}, CONTEXT),
+    *(Case(ranks, method, {"context": 2, "context_method": method, **layout}, CONTEXT)
+      for method in ("all_to_all", "ring") for ranks, layout in ((2, {"data": "ddp"}), (4, STEP))),
     *(Case(ranks, "pipeline", {"pipeline": 2, "data": "zero1"}, FLOW) for ranks in (2, 4)),
     Case(1, "fast", {}, reproducible=False), Case(2, "fast", STEP, reproducible=False),
     Case(4, "fast", STEP, reproducible=False)]
@@ -152,7 +154,7 @@ def test_every_number_of_ranks_has_the_same_bits(results: dict[str, dict[str, An
 
 def test_recipes_differ(results: dict[str, dict[str, Any]]):
     digests = {case.recipe: results[case.name]["digest"] for case in CASES if case.reproducible}
-    assert len(set(digests.values())) == len(digests) == 7
+    assert len(set(digests.values())) == len(digests) == 9
 
 
 def test_in_fast_mode_the_bits_depend_on_the_number_of_ranks(results: dict[str, dict[str, Any]]):
