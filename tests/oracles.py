@@ -55,6 +55,9 @@ class Oracle:
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.uniform_(0.5, 1.5)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name.endswith(("proj_bias", "correction_bias")):  # of experts
+                    tensor.uniform_(-0.1, 0.1)
         return model
 
 
@@ -75,6 +78,12 @@ def _qwen3(**settings: Any) -> Oracle:
     return Oracle("llama", "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16, **settings})
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK = {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+            "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_mtp_layers": 0}
+
+
 ORACLES: dict[str, Oracle] = {
     "llama": _llama(head_dim=16),
     "llama, tied": _llama(tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
@@ -93,6 +102,18 @@ ORACLES: dict[str, Oracle] = {
         **GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
     "gemma3": Oracle("gemma", "Gemma3TextConfig", "Gemma3ForCausalLM", {
         **GEMMA, "rope_parameters": GEMMA3_ROPE, "layer_types": [LOCAL, LOCAL, GLOBAL]}),
+    "mixtral": Oracle("mixtral", "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+    "qwen3_moe": Oracle("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {
+        **EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "olmoe": Oracle("olmoe", "OlmoeConfig", "OlmoeForCausalLM", {**EXPERTS, "norm_topk_prob": False,
+                                                                 "eos_token_id": 0, "pad_token_id": 0}),
+    "deepseek_v3": Oracle("deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK),
+    "deepseek_v3, yarn": Oracle("deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", {
+        **DEEPSEEK, "q_lora_rank": None, "rope_parameters": {
+            **YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "gpt_oss": Oracle("gpt_oss", "GptOssConfig", "GptOssForCausalLM", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "head_dim": 16, "rope_parameters": {
+            **YARN, "truncate": False, "rope_theta": 1.5e5}}),
     "olmo2": Oracle("olmo2", "Olmo2Config", "Olmo2ForCausalLM", {"eos_token_id": 0}),
 }
 

@@ -118,6 +118,25 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
         if name in ("embedding.weight", "output.weight"):
             value = huggingface.padded(value, padded_rows)
         weights[name] = value
+    save_weights(target, config, weights, source.uri)
+    has_tokenizer = source.exists(TOKENIZER)
+    if has_tokenizer:
+        target.write(TOKENIZER, source.read(TOKENIZER))
+    return Converted(target.uri, _count(config, padded_rows), config, padded_rows, has_tokenizer, source.uri)
+
+
+def save_weights(target: Store, config: Model, weights: dict[str, torch.Tensor], source: str) -> None:
+    """Write a checkpoint of step 0 that a run can start from.
+
+    Args:
+        target: the folder of a run.
+        config: the model.
+        weights: whole tensors by name.
+        source: URI of what they come from.
+
+    Raises:
+        StorageError: `target` cannot be written to.
+    """
     failures: list[str] = []
 
     def on_event(kind: str, detail: dict[str, Any]) -> None:
@@ -126,16 +145,12 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
 
     extra: dict[str, Any] = {
         "step": 0, "position": 0, "tokens": 0, "loss": None, "identity": {"model": config.shape()},
-        "imported": {"from": source.uri, "time": time.time()}}
+        "imported": {"from": source, "time": time.time()}}
     CheckpointManager(target.child("checkpoints"), asynchronous=False, on_event=on_event).save(
         0, {"model": weights}, extra)
     if failures:
         raise StorageError(failures[0], where=target.uri,
                            fix="check that the folder can be written to, then give the command again")
-    has_tokenizer = source.exists(TOKENIZER)
-    if has_tokenizer:
-        target.write(TOKENIZER, source.read(TOKENIZER))
-    return Converted(target.uri, _count(config, padded_rows), config, padded_rows, has_tokenizer, source.uri)
 
 
 def model_of(manifest: CheckpointManifest, where: str) -> tuple[Model, int]:

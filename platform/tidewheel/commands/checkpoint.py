@@ -1,4 +1,4 @@
-"""`tidewheel checkpoint`: list, verify, compare, export and import."""
+"""`tidewheel checkpoint`: list, verify, compare, export, import and upcycle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from tidewheel.commands.options import AsJson
 from tidewheel.console import print_table
 
-app = cyclopts.App(name="checkpoint", help="List, verify, compare, export and import checkpoints.")
+app = cyclopts.App(name="checkpoint", help="List, verify, compare, export, import and upcycle checkpoints.")
 
 
 @app.command(name="list")
@@ -115,4 +115,32 @@ def checkpoint_import(
     from tidewheel.checkpoint.conversion import import_
 
     print(import_(folder, uri, vocabulary_size=vocabulary_size).settings(), end="")
+    return 0
+
+
+@app.command(name="upcycle")
+def checkpoint_upcycle(
+    source: Annotated[str, Parameter(help="URI of a run (its newest intact checkpoint) of a dense model, of one "
+                                          "checkpoint, or of an imported model.")],
+    uri: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint.")],
+    *,
+    settings: Annotated[list[str], Parameter(name="--set", help="Settings of the mixture of experts, as in --set "
+                                             "kind=mixtral --set num_experts=8.")],
+    noise: Annotated[float, Parameter(help="Noise added to each expert's matrices, relative to their standard "
+                                           "deviation; 0: none.")] = 0.0,
+    seed: Annotated[int, Parameter(help="Seed of the router and the noise.")] = 0,
+) -> int:
+    """Make a mixture of experts whose experts are copies of a dense model's feed-forward, and print its settings."""
+    import yaml
+
+    from tidewheel.checkpoint.upcycling import upcycle
+    from tidewheel.errors import ConfigError
+
+    values = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"{setting!r} is not NAME=VALUE", where="--set", fix="--set num_experts=8")
+        values[name] = yaml.safe_load(value)
+    print(upcycle(source, uri, values, noise=noise, seed=seed).settings(), end="")
     return 0

@@ -23,6 +23,7 @@ from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import Score, ValidationSet
 from tidewheel.train.local_device import local_device
+from tidewheel.train.optim.build import model_state
 from tidewheel.train.precision import fp32_products
 from tidewheel.train.runtime import Runtime
 
@@ -84,7 +85,7 @@ class Evaluator:
         for validation_set in self._sets:
             _check_vocabulary(validation_set, vocabulary_size)
         self._model = parallel.build(self._config, vocabulary_size, self._runtime)
-        self._weights = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        self._weights = model_state(self._model)
 
     def evaluate(self, uri: str) -> Evaluation:
         """Return the scores of one checkpoint of the run, after checking the hash of every file.

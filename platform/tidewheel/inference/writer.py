@@ -62,8 +62,8 @@ class Writer:
                               where=tokenizer or run.uri, fix="give the tokenizer that the model was trained with")
         with torch.device("meta"):
             model = Decoder(config, vocabulary_size)
-        parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
-        model.load_state_dict(conversion.read_weights(checkpoints, name, manifest, parameters), assign=True)
+        names = list(model.state_dict())
+        model.load_state_dict(conversion.read_weights(checkpoints, name, manifest, names), assign=True)
         model.to(local_device(device))
         logger.info("loaded %s", checkpoints.at(name))
         return cls(checkpoints.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))

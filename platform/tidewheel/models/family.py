@@ -36,14 +36,16 @@ from tidewheel.versions import Version
 if TYPE_CHECKING:
     from torch import nn
 
-Cut = Literal["gathered", "columns", "rows", "positions", "added", "heads", "width", "per_head"]
+Cut = Literal["gathered", "columns", "rows", "positions", "added", "heads", "width", "per_head", "whole", "experts"]
 """How tensor parallelism treats a module of a block.
 
 gathered: the module takes the residual stream of all positions. columns: a linear layer, sharded by its outputs. rows:
 a linear layer, sharded by its inputs; its result is summed and sharded by positions. positions, heads: a norm of the
 residual stream, or of heads, that every rank holds whole. added: a norm of what a part adds to the residual stream,
 that every rank holds whole. width: a norm over all heads together, sharded like the heads. per_head: parameters with a
-value for each query head, sharded like the heads.
+value for each query head, sharded like the heads. experts: a mixture of experts, whose experts are sharded by their
+inner width. whole: a module that every rank holds whole, and that reads parameters by itself: each rank has the part
+of its gradient through the rank's heads.
 """
 
 

@@ -74,6 +74,13 @@ def parameter_shapes(config: Model, vocabulary_size: int) -> dict[str, torch.Siz
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
+def weight_shapes(config: Model, vocabulary_size: int) -> dict[str, torch.Size]:
+    """Return {name: shape} of what a checkpoint holds of a decoder, its parameters and its buffers."""
+    with torch.device("meta"):
+        model = Decoder(config, vocabulary_size)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
 # -- config.json -------------------------------------------------------------------------------
 def to_config(config: Model, vocabulary_size: int, *, eos: int | None = None,
               dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -136,7 +143,7 @@ def write(folder: Store, config: Model, vocabulary_size: int, read: Callable[[li
         Number of bytes of weights.
     """
     itemsize = torch.empty((), dtype=dtype).element_size()
-    sizes = {name: math.prod(shape) * itemsize for name, shape in parameter_shapes(config, vocabulary_size).items()}
+    sizes = {name: math.prod(shape) * itemsize for name, shape in weight_shapes(config, vocabulary_size).items()}
     files: list[list[Conversion]] = [[]]
     filled = 0
     for one in conversions(config, list(sizes)):
@@ -191,12 +198,14 @@ def read_weights(folder: Store, config: Model, vocabulary_size: int) -> Iterator
     Raises:
         CheckpointError: weights are missing, of another shape, unknown, damaged, or not safetensors.
     """
-    shapes = parameter_shapes(config, vocabulary_size)
+    shapes = weight_shapes(config, vocabulary_size)
     files = _weight_files(folder)
     present = {_whole_name(name, config) for names in files.values() for name in names}
     waiting: dict[str, Conversion] = {}
     for one in conversions(config, list(shapes), present):
         waiting |= dict.fromkeys(one.theirs, one)
+        if not one.theirs:  # the format lacks it, and its value follows from that
+            yield from _to_ours(one, (), shapes, folder.uri)
     held: dict[str, torch.Tensor] = {}
     for key in files:
         logger.info("reads weights from %s", folder.at(key))

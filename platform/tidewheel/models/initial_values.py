@@ -41,7 +41,7 @@ def init_rows(name: str, shape: Sequence[int], config: Model, seed: int, rows: r
     part = (len(rows), *shape[1:])
     if name.endswith("norm.weight"):
         return torch.full(part, config.NORM_WEIGHT)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return torch.zeros(part)
     std = config.weight_std
     if name.endswith(config.RESIDUAL_OUTPUTS):

@@ -13,7 +13,7 @@ from typing import Any
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
 from tidewheel.printable import printable_lines
-from tidewheel.report import mixture, validation
+from tidewheel.report import experts, mixture, validation
 from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
 from tidewheel.report.page import (
@@ -92,6 +92,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
                       "same validation text. Red dots are steps that a guard noticed. Speed and number of workers are "
                       "below.")
     page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
+    page.section("Experts", *experts.section(read.metrics), note=experts.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
                  note="The line falls back where steps were repeated after a failure. Below it are the number of "
                       "workers, checkpoints as dots, and a row for each worker, coloured by where its time went.")

@@ -7,6 +7,7 @@ from typing import Any
 from tidewheel.train.batches import BatchDigest
 from tidewheel.train.callback import Callbacks, Step
 from tidewheel.train.metrics.reporter import Reporter
+from tidewheel.train.parallel.expert_load import figures as expert_figures
 from tidewheel.train.run_state import finite
 from tidewheel.train.step import StepResult
 from tidewheel.train.training import Training
@@ -43,6 +44,7 @@ class Recording:
             "learning_rate": learning_rate}
         if result.metrics:
             figures["objective"] = {name: finite(value) for name, value in result.metrics.items()}
+        figures |= expert_figures(result.experts)
         if training.loss_scale is not None:
             figures["loss_scale"] = training.loss_scale.scale
         if training.leads:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tidewheel.train import checks, parallel
 from tidewheel.train.guards.policy import Guard
+from tidewheel.train.optim.build import model_state
 from tidewheel.train.parallel.caches import check_current
 from tidewheel.train.positions import Window
 from tidewheel.train.record import read_rollbacks
@@ -73,8 +74,7 @@ class Resuming:
         if not training.config.model.init_from:
             parallel.init_weights(training.model, training.config.seed)
             return
-        weights = {name: parameter.detach() for name, parameter in training.model.named_parameters()}
-        training.runtime.checkpoints.load_from(training.config.model.init_from, {"model": weights})
+        training.runtime.checkpoints.load_from(training.config.model.init_from, {"model": model_state(training.model)})
         training.model.refresh()
 
     def _windows(self) -> list[Window]:

@@ -13,10 +13,12 @@ from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.parallel import ParallelModel, local
+from tidewheel.train.parallel.expert_load import LayerLoad
 from tidewheel.train.precision import LossScale, Precision, precision_context
 from tidewheel.train.reproducible import norm as reproducible_norm
 
 P = ParamSpec("P")
+Loads = Callable[[Sequence[float]], Mapping[int, LayerLoad]]
 STOP, SAVE, KEEP = 1, 2, 4
 """Requests of rank 0 that travel with a step: end this generation for a planned change; save; copy to the memory
 tier."""
@@ -63,18 +65,24 @@ class StepResult:
     """The guard's verdict."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The objective's metrics per term."""
+    experts: Mapping[int, LayerLoad] = field(default_factory=dict)
+    """Load of the experts of each layer that has some."""
 
     @classmethod
-    def of(cls, values: Sequence[float], verdict: Verdict, metrics: Sequence[str] = ()) -> StepResult:
+    def of(cls, values: Sequence[float], verdict: Verdict, metrics: Sequence[str] = (),
+           loads: Loads = lambda values: {}) -> StepResult:
         """Return the result of a step's numbers.
 
         Args:
-            values: loss, norm, tokens, targets and requests, then the metrics.
+            values: loss, norm, tokens, targets and requests, then the metrics, then the load of experts.
             verdict: the guard's.
             metrics: names of the metrics.
+            loads: reads the load of experts.
         """
         loss, norm, tokens, targets, asked = values[:5]
-        return cls(loss, norm, int(tokens), int(targets), int(asked), verdict, dict(zip(metrics, values[5:])))
+        end = 5 + len(metrics)
+        return cls(loss, norm, int(tokens), int(targets), int(asked), verdict, dict(zip(metrics, values[5:end])),
+                   loads(values[end:]))
 
 
 class StartedStep:
@@ -84,10 +92,12 @@ class StartedStep:
         values: waits for the step's numbers, as in `StepResult.of`, and the guard's judgement [4] behind them.
         guard: judges the step.
         metrics: names of the objective's metrics.
+        loads: reads the load of experts, see `StepResult.of`.
     """
 
-    def __init__(self, values: Later[torch.Tensor], guard: Guard | None, metrics: Sequence[str]) -> None:
-        self._values, self._guard, self._metrics = values, guard, metrics
+    def __init__(self, values: Later[torch.Tensor], guard: Guard | None, metrics: Sequence[str],
+                 loads: Loads = lambda values: {}) -> None:
+        self._values, self._guard, self._metrics, self._loads = values, guard, metrics, loads
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
@@ -99,7 +109,7 @@ class StartedStep:
         if self._result is None:
             values = self._values().tolist()
             verdict = self._guard.verdict(values[-4:]) if self._guard is not None else Verdict()
-            self._result = StepResult.of(values[:-4], verdict, self._metrics)
+            self._result = StepResult.of(values[:-4], verdict, self._metrics, self._loads)
         return self._result
 
     def drop(self) -> None:
@@ -116,8 +126,8 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
 
     Gradients are of the SUM of the objective's terms (token losses). The optimizer multiplies them once, by the factor
     that clips and divides by the global number of terms. One small all-reduce per step carries the losses (one entry
-    per virtual rank), the objective's metrics, the counts, the squared gradient norm and the requests of rank 0. In
-    reproducible mode all its sums are exact.
+    per virtual rank), the objective's metrics, the counts, the squared gradient norm, the load of experts and the
+    requests of rank 0. In reproducible mode all its sums are exact.
 
     Args:
         model: this rank's part of the model.
@@ -142,11 +152,13 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     names = model.objective.METRICS
     entries = (chosen @ losses.double()).flatten()
     squares = _squares(model, gradients).to(collectives.device)
-    report = torch.cat([collectives.to_device(_counts(model, micro_batches, ask())), entries, squares])
+    load = model.experts.report(collectives.device)
+    report = torch.cat([collectives.to_device(_counts(model, micro_batches, ask())), entries, squares, load])
     collectives.sum(report)
 
     targets, tokens, heard = report[:3].unbind()
-    targets, (entries, squares) = targets.clamp(min=1), report[3:].split([len(entries), len(squares)])
+    targets = targets.clamp(min=1)
+    entries, squares, load = report[3:].split([len(entries), len(squares), len(load)])
     square = squares.sum() if model.order is None else reproducible_norm.value(squares)
     columns = entries.view(-1, 1 + len(names))
     loss, norm = columns[:, 0].sum() / targets, square.sqrt() / (targets * scaled)
@@ -157,11 +169,12 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         judged = guard.judge(loss, norm)
         skip = judged[-1]
     before_update()
+    model.experts.balance(load, skip)
     optimizer.step(skip=skip, factor=scale / (targets * scaled))
     model.refresh()
     metrics = columns[:, 1:].sum(dim=0) / targets
-    on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, judged])
-    return StartedStep(collectives.to_host_later(on_device), guard, names)
+    on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, load, judged])
+    return StartedStep(collectives.to_host_later(on_device), guard, names, model.experts.loads)
 
 
 def _waited(start: Callable[P, StartedStep]) -> Callable[P, StepResult]:

@@ -115,8 +115,11 @@ def moment_decays(betas: tuple[float, float]) -> tuple[float, float]:
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether weight decay applies: to matrices except the embedding, not to norms and biases."""
-    return parameter.ndim > 1 and not name.startswith("embedding.")
+    """Return whether weight decay applies: to matrices except the embedding, not to norms and biases.
+
+    The biases of experts, [E, F], are one tensor and no matrix.
+    """
+    return parameter.ndim > 1 and not name.startswith("embedding.") and not name.endswith("_bias")
 
 
 def groups(named: Iterable[Named], weight_decay: float) -> list[dict[str, Any]]:

@@ -20,6 +20,9 @@ class HasParameters(Protocol):
     def named_parameters(self) -> Iterable[Any]:
         """Yield (name in the whole model, parameter)."""
 
+    def named_buffers(self) -> Iterable[Any]:
+        """Yield (name in the whole model, tensor) of what a checkpoint holds besides parameters."""
+
 
 def build_optimizer(model: HasParameters, config: Optimizer) -> ModelOptimizer:
     """Return the optimizer of a model's parameters, with its state allocated at zero.
@@ -44,9 +47,14 @@ def build_optimizer(model: HasParameters, config: Optimizer) -> ModelOptimizer:
 
 
 def training_state(model: HasParameters, optimizer: ModelOptimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint: {"model": {name: parameter}, "optimizer": `ModelOptimizer.tensors`}."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {"model": weights, "optimizer": optimizer.tensors()}
+    """Return the tensors of a checkpoint: {"model": `model_state`, "optimizer": `ModelOptimizer.tensors`}."""
+    return {"model": model_state(model), "optimizer": optimizer.tensors()}
+
+
+def model_state(model: HasParameters) -> dict[str, torch.Tensor]:
+    """Return {name: tensor} of a model's parameters and buffers, which share its memory."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {**parameters, **dict(model.named_buffers())}
 
 
 def _check_complete(named: Sequence[Named], parts: Sequence[torch.optim.Optimizer], config: Optimizer) -> None:

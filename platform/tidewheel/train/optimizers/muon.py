@@ -1,4 +1,4 @@
-"""Muon for the matrices of blocks, AdamW for other parameters."""
+"""Muon for the matrices of blocks, those of experts included, AdamW for other parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Muon(AdamW):
-    """Muon for the matrices of blocks (https://arxiv.org/abs/2502.16982), AdamW for embedding, output and norms."""
+    """Muon for the matrices of blocks (https://arxiv.org/abs/2502.16982), AdamW for embedding, output, norms and
+    routers, whose rows are an output layer over experts. Each expert's matrix is orthogonalised by itself."""
 
     VERSION = Version("optimizer_muon", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "gathers matrices in products whose order follows the layout"
@@ -29,7 +30,7 @@ class Muon(AdamW):
     def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
         from tidewheel.train.optimizers.rules import muon
 
-        hidden = [(name, parameter) for name, parameter in named if name.startswith("blocks.") and parameter.ndim == 2]
+        hidden = [(name, parameter) for name, parameter in named if _is_hidden(name, parameter)]
         hidden_ids = {id(parameter) for _, parameter in hidden}
         others = [(name, parameter) for name, parameter in named if id(parameter) not in hidden_ids]
         optimizers = super().build_all(others)
@@ -43,3 +44,9 @@ class Muon(AdamW):
 
     def state_bytes(self, parameters: int, block_matrices: int) -> float:
         return 4.0 * block_matrices + super().state_bytes(parameters - block_matrices, 0)
+
+
+def _is_hidden(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a matrix of a block, or a stack of experts' matrices."""
+    is_matrix = parameter.ndim in (2, 3) and not name.endswith(("_bias", ".router.weight"))
+    return name.startswith("blocks.") and is_matrix

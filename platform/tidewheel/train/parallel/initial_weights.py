@@ -13,12 +13,17 @@ from tidewheel.train.parallel.model import ParallelModel
 
 @torch.no_grad()
 def init_weights(model: ParallelModel, seed: int) -> None:
-    """Initialise every parameter. Each rank draws the rows that it holds, one parameter at a time, on CPU."""
+    """Initialise every parameter, and set buffers to 0.
+
+    Each rank draws the rows that it holds, one parameter at a time, on CPU.
+    """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             parameter.to_local().copy_(_initial_part(name, parameter, model.config, seed))
         else:
             parameter.copy_(init_parameter(name, parameter.shape, model.config, seed))
+    for _, buffer in model.named_buffers():
+        buffer.zero_()
     model.refresh()
 
 

@@ -26,6 +26,7 @@ from tidewheel.train.parallel import async_tensor, legal, tensor
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel.context import RowShare
 from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks, local
+from tidewheel.train.parallel.expert_load import ExpertLoad
 from tidewheel.train.parallel.fully_shard import FullyShard
 from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
 from tidewheel.train.parallel.pipeline import Pipeline, cut
@@ -75,6 +76,8 @@ class ParallelModel:
         self.config = config
         self.vocabulary_size = vocabulary_size
         self.num_parameters = num_parameters
+        self.experts = ExpertLoad(self.parts, config, counts=mesh.coordinate("tensor") == 0,
+                                  group=mesh.group("context"))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name in a `Decoder`, tensor or DTensor): what the optimizer updates and a checkpoint holds."""
@@ -82,6 +85,11 @@ class ParallelModel:
             for name, parameter in data.named_parameters():
                 if self.pipeline is None or self.pipeline.owns(name):
                     yield name, parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in a `Decoder`, whole tensor) of what a checkpoint holds besides parameters."""
+        for part in self.parts:
+            yield from part.named_buffers()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return `named_parameters` without the names."""
@@ -114,6 +122,7 @@ class ParallelModel:
             compute the same loss, so the sum over all ranks is the loss.
         """
         micro_batches = [self._share(micro) for micro in micro_batches]
+        self.experts.begin(scale)
         if self.pipeline is not None:
             losses = self.pipeline.forward_backward(micro_batches, context, scale, self.data)
         else:

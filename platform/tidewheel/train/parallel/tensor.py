@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,6 +32,7 @@ from tidewheel.models.blocks.norms import WidthNorm
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Cut
 from tidewheel.models.loss import soft_capped
+from tidewheel.models.moe.layer import MoE
 from tidewheel.models.products import Products
 from tidewheel.train.parallel.tensor_products import AsynchronousRows, ColumnProducts
 from tidewheel.train.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss, shard_rows, whole_logits
@@ -109,6 +110,10 @@ def _block_plan(block: nn.Module, cuts: Mapping[str, Cut], asynchronous: bool = 
             plan[name] = SequenceParallel()
         elif cut == "added":
             plan[name] = SequenceParallel(use_local_output=True)
+        elif cut == "whole":
+            plan[name] = _Replicated()
+        elif cut == "experts":
+            plan[name] = _ShardedExperts()
         elif cut in ("width", "per_head"):
             plan[name] = _ShardedValues()
         else:  # [B, H/T, L, E] is sharded by heads, which a norm treats like positions
@@ -125,6 +130,42 @@ class _ShardedValues(ParallelStyle):
         if isinstance(module, WidthNorm):
             module.group = mesh.get_group()
         return module
+
+
+class _Replicated(ParallelStyle):
+    """Make a module's parameters replicated DTensors, so that the parts of their gradients are added up."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(whole))
+        return module
+
+
+class _ShardedExperts(PrepareModuleInput):
+    """Shard a mixture of experts by the inner width of each expert; every rank routes the tokens of all positions."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, MoE)
+        experts = module.experts
+        inner = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1}
+        for holder in (experts, module.router):
+            for name, parameter in list(holder.named_parameters(recurse=False)):
+                placement = Shard(inner[name]) if name in inner else Replicate()
+                sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+                holder.register_parameter(name, nn.Parameter(sharded))
+        experts.output_bias_share = 1.0 if mesh.get_local_rank() == 0 else 0.0
+        module.reduce = functools.partial(_sum_of_parts, mesh)
+        return super()._apply(module, mesh)
+
+
+def _sum_of_parts(mesh: DeviceMesh, part_BLD: torch.Tensor) -> torch.Tensor:
+    """Return this rank's positions [B, L/T, D] of the sum over ranks."""
+    part = DTensor.from_local(part_BLD, mesh, [Partial()], run_check=False)
+    return part.redistribute(placements=[Shard(1)]).to_local()
 
 
 def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:

@@ -32,6 +32,9 @@ class Weights:
     def named_parameters(self):
         return self.held.items()
 
+    def named_buffers(self):
+        return ()
+
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(100 + step)
         return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.ranks import on_ranks
 from tests.unit.train.parallel.layouts import assert_same_training, config
 
+LATENT = {"num_experts": 4, "expert_ffn_dim": 16, "first_dense_layers": 1, "key_rank": 16, "plain_head_dim": 8,
+          "turning_head_dim": 4, "value_head_dim": 8}
 CASES = (
     ("gpt2", {"max_sequence_length": 64}, {"tensor": 2}),  # learned positions, LayerNorm, biases
     ("gpt2", {"tie_embeddings": False, "max_sequence_length": 64}, {"data": "zero3"}),
@@ -12,6 +14,12 @@ CASES = (
     ("gemma", {"sliding_window": 7, "attention_soft_cap": 1.0, "final_soft_cap": 1.0}, {"tensor": 2}),
     # two masks and two RoPEs
     ("gemma", {"sliding_window": 7, "qk_norm": True, "local_rope_theta": 100.0}, {"context": 2}),
+    # latent attention: matrices that each rank holds whole, and others that are cut by heads; shared experts
+    ("deepseek_v3", {**LATENT, "query_rank": 12}, {"tensor": 2}), ("deepseek_v3", LATENT, {"context": 2}),
+    # biases of experts, sinks
+    ("gpt_oss", {"num_experts": 4, "sliding_window": 7}, {"tensor": 2}),
+    ("gpt_oss", {"num_experts": 4, "sliding_window": 7}, {"data": "zero3"}),
+    ("olmoe", {"num_experts": 4}, {"tensor": 2}), ("qwen3_moe", {"num_experts": 4}, {"tensor": 2}),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from tidewheel.train.optimizers.rules.on_device import groups_to_update, kernel, local
@@ -23,6 +23,9 @@ class Muon(torch.optim.Muon):
     dimension shards them by rows, N matrices of one shape are exchanged at a time, so that each of the N ranks works on
     one; this costs two all-to-alls of a matrix's size. Otherwise (tensor parallelism) every rank gathers every matrix.
 
+    A parameter [E, F, D] is a stack of E matrices, each orthogonalised by itself. Ranks that have whole matrices of it
+    exchange nothing.
+
     Args:
         params: parameters or parameter groups.
         fused: take the gradient's scale and whether to update on the device, see `on_device`.
@@ -30,23 +33,29 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(self, params: Any, *, fused: bool = False, **settings: Any) -> None:
-        super().__init__(params, **settings)
+        groups = [dict(group) for group in params]
+        flat = [{**group, "params": [p for p in group["params"] if p.ndim == 2]} for group in groups]
+        super().__init__([group for group in flat if group["params"]] or flat[:1], **settings)
+        for group in groups:  # torch's constructor refuses stacks
+            if stacks := [parameter for parameter in group["params"] if parameter.ndim == 3]:
+                self.add_param_group({**group, "params": stacks})
         self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
-        sharded = any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"])
-        if not (sharded or self._step_supports_amp_scaling):
+        own = any(isinstance(parameter, DTensor) or parameter.ndim == 3
+                  for group in self.param_groups for parameter in group["params"])
+        if not (own or self._step_supports_amp_scaling):
             super().step(closure)
             return
         assert closure is None
         for group, held, scale, skip in groups_to_update(self):
             updates = [self._momentum(parameter, group, scale, skip) for parameter in held]
-            function = partial(_zeropower_via_newtonschulz, ns_coefficients=group["ns_coefficients"],
+            function = partial(orthogonalise, ns_coefficients=group["ns_coefficients"],
                                ns_steps=group["ns_steps"], eps=group["eps"])
             for parameter, update in zip(held, _orthogonalised(updates, function)):
-                rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+                rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape[-2:])
                 weight = local(parameter)
                 if self._step_supports_amp_scaling:
                     _move(weight, update, skip, torch.tensor(rate, dtype=torch.float32),
@@ -91,6 +100,31 @@ def _move(weight: torch.Tensor, update: torch.Tensor, skip: torch.Tensor, rate: 
 Orthogonalise = Callable[[torch.Tensor], torch.Tensor]
 
 
+def orthogonalise(update: torch.Tensor, *, ns_coefficients: tuple[float, float, float], ns_steps: int,
+                  eps: float) -> torch.Tensor:
+    """Return the orthogonalised matrix, or each matrix of a stack, in bf16.
+
+    Args:
+        update: [F, D] or [E, F, D].
+        ns_coefficients: of the Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon).
+        ns_steps: number of iterations.
+        eps: least norm.
+    """
+    if update.ndim == 2:
+        return _zeropower_via_newtonschulz(update, ns_coefficients, ns_steps, eps)
+    a, b, c = ns_coefficients
+    matrices = update.bfloat16()
+    is_tall = update.shape[1] > update.shape[2]
+    if is_tall:
+        matrices = matrices.mT
+    matrices = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = matrices @ matrices.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=a)
+    return matrices.mT if is_tall else matrices
+
+
 def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) -> list[torch.Tensor]:
     """Return this rank's part of function(whole matrix) for each update."""
     results: dict[int, torch.Tensor] = {}
@@ -99,6 +133,8 @@ def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) ->
         dimension = _rows_over(update)
         if not isinstance(update, DTensor):
             results[number] = function(update)
+        elif update.ndim == 3:
+            results[number] = _of_whole_matrices(update, function)
         elif dimension is not None:
             exchanged[update.device_mesh, dimension, update.shape].append(number)
         else:
@@ -112,6 +148,15 @@ def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) ->
             parts = _exchange([updates[number] for number in some], mesh, dimension, function)
             results.update(zip(some, parts))
     return [results[number] for number in range(len(updates))]
+
+
+def _of_whole_matrices(update: DTensor, function: Orthogonalise) -> torch.Tensor:
+    """Return this rank's part of function(stack), which is computed for the experts of which the rank has a part."""
+    experts = [placement if placement.is_shard(0) else Replicate() for placement in update.placements]
+    gathered = update.redistribute(placements=experts)
+    computed = DTensor.from_local(function(gathered.to_local()), update.device_mesh, experts, run_check=False,
+                                  shape=update.shape, stride=update.stride())
+    return computed.redistribute(placements=update.placements).to_local()
 
 
 def _rows_over(update: torch.Tensor) -> int | None:

@@ -1,0 +1,1 @@
+"""Mixture of experts: settings, router, experts, the layer that joins them, and load balancing."""

@@ -1,0 +1,180 @@
+"""Expert feed-forwards, computed as grouped matrix products over rows that are sorted by expert.
+
+Suffixes of names give shapes: R rows, G groups, E experts, D model width, F inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from tidewheel.models.loss import product_dtype
+
+Activation = Literal["silu", "clamped"]
+GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that `torch.nn.functional.grouped_mm` takes on a CPU."""
+ALIGNMENT = 16
+"""Every stride of an operand of a grouped product is a multiple of this many bytes."""
+CLAMP = 7.0
+"""Limit of GPT-OSS's activation, `swiglu_limit` in https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json."""
+SIGMOID_SCALE = 1.702
+"""Factor inside the sigmoid of GPT-OSS's activation, as in the sigmoid form of GELU (https://arxiv.org/abs/1606.08415
+section 2)."""
+
+
+class Experts(nn.Module):
+    """E gated feed-forwards, w2(activation(w1 x, w3 x)), each over its own rows.
+
+    Matrices are stacked, so that sharding, optimizers and checkpoints see one tensor for all experts.
+
+    Args:
+        num_experts: number of experts.
+        dim: width of the input and the output.
+        inner: width between them.
+        bias: add a bias to each product, as GPT-OSS does.
+        activation: silu: silu(gate) * up. clamped: GPT-OSS's, see `clamped_swiglu`.
+    """
+
+    def __init__(self, num_experts: int, dim: int, inner: int, *, bias: bool = False,
+                 activation: Activation = "silu") -> None:
+        super().__init__()
+        self.activation = activation
+        self.w1 = nn.Parameter(torch.empty(num_experts, inner, dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, inner, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, inner))
+        self.w1_bias = nn.Parameter(torch.empty(num_experts, inner)) if bias else None
+        self.w3_bias = nn.Parameter(torch.empty(num_experts, inner)) if bias else None
+        self.w2_bias = nn.Parameter(torch.empty(num_experts, dim)) if bias else None
+        self.output_bias_share = 1.0
+        """Factor of `w2_bias`. Tensor parallelism, which adds up the outputs of its ranks, sets it to 0 on all but the
+        first rank."""
+
+    def forward(self, rows_RD: torch.Tensor, counts_GE: torch.Tensor) -> torch.Tensor:
+        """Return the output of each row's expert, [R, D] in the dtype of matrix products.
+
+        Products are computed for each (group, expert), so the bits of a group's output and of its share of the weight
+        gradients do not depend on the other groups. An expert without rows gets zeros as its gradient.
+
+        Args:
+            rows_RD: sorted by group, then by expert.
+            counts_GE: int64, the number of rows of each expert in each group; they add up to R. Expert e is the e-th
+                local one. It may be on the device. Without expert parallelism there is one group.
+        """
+        dtype = product_dtype(rows_RD)
+        rows = rows_RD.to(dtype)
+        weights = [_local(weight).to(dtype) for weight in (self.w1, self.w3, self.w2)]
+        biases = [None if bias is None else _local(bias) for bias in (self.w1_bias, self.w3_bias, self.w2_bias)]
+        if len(counts_GE) == 1:
+            return self._group(rows, counts_GE[0], weights, biases)
+        sizes = counts_GE.sum(dim=1).tolist()
+        return torch.cat([self._group(part, counts_E, weights, biases)
+                          for part, counts_E in zip(rows.split(sizes), counts_GE)])
+
+    def _group(self, rows: torch.Tensor, counts_E: torch.Tensor, weights: list[torch.Tensor],
+               biases: list[torch.Tensor | None]) -> torch.Tensor:
+        w1, w3, w2 = weights
+        b1, b3, b2 = biases
+        gate = _with_bias(grouped_product(rows, w1, counts_E), b1, counts_E)
+        up = _with_bias(grouped_product(rows, w3, counts_E), b3, counts_E)
+        hidden = clamped_swiglu(gate, up) if self.activation == "clamped" else F.silu(gate) * up
+        if b2 is not None:
+            b2 = b2 * self.output_bias_share
+        return _with_bias(grouped_product(hidden, w2, counts_E), b2, counts_E)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return GPT-OSS's activation: (up + 1) * gate * sigmoid(1.702 gate).
+
+    The gate is clamped from above and `up` from both sides (https://arxiv.org/abs/2508.10925 section 2.1).
+    """
+    gate = gate.clamp(max=CLAMP)
+    up = up.clamp(min=-CLAMP, max=CLAMP)
+    return (up + 1) * (gate * torch.sigmoid(SIGMOID_SCALE * gate))
+
+
+def grouped_product(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """Return [R, M], the product of each expert's rows with its transposed matrix.
+
+    It is one grouped product where dtype and strides allow, a loop over experts elsewhere. On a GPU the loop waits for
+    the counts.
+
+    Args:
+        rows_RN: sorted by expert.
+        weight_EMN: a matrix for each expert.
+        counts_E: int64, rows of each expert; they add up to R.
+    """
+    if can_group(rows_RN, weight_EMN):
+        offsets = counts_E.cumsum(dim=0, dtype=torch.int32)
+        return F.grouped_mm(rows_RN, weight_EMN.transpose(1, 2), offs=offsets)
+    parts = rows_RN.split(_sizes(counts_E, len(rows_RN)))
+    # indexing the weight in the loop would write a gradient of the whole weight for every expert
+    products = [torch.bmm(part[None], matrix.t()[None])[0] for part, matrix in zip(parts, weight_EMN.unbind())]
+    return torch.cat(products)
+
+
+def can_group(rows: torch.Tensor, weight_EMN: torch.Tensor) -> bool:
+    """Return whether `torch.nn.functional.grouped_mm` takes these operands and can compute their gradients."""
+    widths = weight_EMN.shape[1:]
+    aligned = all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
+    return len(rows) > 0 and aligned and rows.dtype in GROUPED and rows.dtype == weight_EMN.dtype
+
+
+def _sizes(counts_E: torch.Tensor, rows: int) -> list[int]:
+    if counts_E.is_meta:  # a block runs on the meta device for its shapes alone
+        each, more = divmod(rows, len(counts_E))
+        return [each + (expert < more) for expert in range(len(counts_E))]
+    return [int(count) for count in counts_E.tolist()]
+
+
+def _with_bias(rows: torch.Tensor, bias_EF: torch.Tensor | None, counts_E: torch.Tensor) -> torch.Tensor:
+    return rows if bias_EF is None else _AddBias.apply(rows, bias_EF, counts_E)
+
+
+class _AddBias(torch.autograd.Function):
+    """Add each expert's bias to its rows.
+
+    The gradient of a bias is the sum of its rows in their order. That of an index would be added up in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_RF: torch.Tensor, bias_EF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(counts_E)
+        ctx.dtype = bias_EF.dtype
+        experts = torch.arange(len(counts_E), device=counts_E.device)
+        of_row = experts.repeat_interleave(counts_E, output_size=len(rows_RF))
+        return rows_RF + bias_EF.to(rows_RF.dtype)[of_row]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (gradient,) = grad_outputs
+        (counts_E,) = ctx.saved_tensors
+        sums = torch.segment_reduce(gradient.float().contiguous(), "sum", lengths=counts_E, initial=0.0, unsafe=True)
+        return gradient, sums.to(ctx.dtype), None
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part. Ranks that hold the same bias have parts of its gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements: Any = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return parameter.to_local(grad_placements=placements)
+
+
+Dispatch = Callable[[Experts, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From (experts, rows [R, D] sorted by expert, counts int64 [E] of all experts) to the experts' outputs [R, D]."""
+
+
+def local_dispatch(experts: Experts, rows_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """Compute all rows with this rank's experts, which are all experts.
+
+    Args:
+        experts: of the layer.
+        rows_RD: sorted by expert.
+        counts_E: int64, rows of each expert.
+    """
+    return experts(rows_RD, counts_E[None])

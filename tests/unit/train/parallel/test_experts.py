@@ -1,0 +1,106 @@
+"""A mixture of experts under every layout trains as in one process: losses, parameters, counts and biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.every import every
+from tests.ranks import on_ranks
+from tests.unit.train.parallel.layouts import LENGTH, ROWS, assert_same_training, config, micro_batches, train
+from tidewheel.models.moe.router import Router
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import ParallelModel
+from tidewheel.train.step import StepResult
+
+MODEL = {"kind": "mixtral", "ffn_dim": 64, "num_experts": 4, "experts_per_token": 2, "balancing": "bias",
+         "balancing_rate": 0.01, "router_z_loss": 0.01}
+AUXILIARY = {**MODEL, "balancing": "auxiliary", "auxiliary_loss": 0.5}
+DEEPSEEK_LIKE = {**MODEL, "shared_experts": 1, "first_dense_layers": 1, "expert_ffn_dim": 32}
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"data": "ddp"}, AUXILIARY), ({"data": "zero1"}, MODEL), ({"data": "zero3"}, MODEL),
+    ({"data": "zero2"}, DEEPSEEK_LIKE), ({"tensor": 2}, AUXILIARY), ({"tensor": 2}, DEEPSEEK_LIKE),
+    ({"context": 2}, AUXILIARY), ({"pipeline": 2}, AUXILIARY)]
+
+
+def biases(model: ParallelModel) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers())
+
+
+def check_layouts() -> None:
+    for parallel_values, settings in LAYOUTS:
+        wanted = config(parallel_values, model=settings)
+        model = assert_same_training(wanted)
+        alone = wanted.model_copy(update={"parallel": type(wanted.parallel)()})
+        reference, expected = train(alone, 1, 3)
+        _, results = train(wanted, dist.get_world_size(), 3)
+        for ours, theirs in zip(results, expected):
+            assert ours.experts.keys() == theirs.experts.keys()
+            for layer, load in theirs.experts.items():
+                assert sum(ours.experts[layer].counts) == ROWS * LENGTH * 2, parallel_values
+                assert ours.experts[layer].counts == load.counts, parallel_values
+                assert abs(ours.experts[layer].entropy - load.entropy) < 1e-4, parallel_values
+        for name, bias in biases(model).items():
+            torch.testing.assert_close(bias, biases(reference)[name])
+            assert bool(bias.any()) == (settings["balancing"] == "bias"), parallel_values
+
+
+def test_layouts_train_alike():
+    on_ranks(2, check_layouts)
+
+
+def one_process(**changes: Any) -> tuple[ParallelModel, list[StepResult]]:
+    return train(config({}, **changes), 1, 2)
+
+
+@every([{"activation_checkpointing": kind} for kind in ("full", "selective", "feed_forward", "attention", "every_nth")])
+def test_counts_do_not_depend_on_activation_checkpointing(memory: dict[str, Any]) -> None:
+    model = {**MODEL, "balancing": "auxiliary"}
+    _, expected = one_process(model=model)
+    _, results = one_process(model=model, memory=memory)
+    for ours, theirs in zip(results, expected, strict=True):
+        assert ours.experts == theirs.experts
+        assert ours.gradient_norm == theirs.gradient_norm
+
+
+def test_the_bias_of_every_layer_moves_against_its_load():
+    model, results = train(config({}, model={**MODEL, "num_layers": 4, "first_dense_layers": 1}), 1, 1)
+    load = results[0].experts
+    assert list(load) == [1, 2, 3]
+    for layer, router in enumerate([module for module in model.parts[0].modules() if isinstance(module, Router)], 1):
+        counts = torch.tensor(load[layer].counts, dtype=torch.float64)
+        step = torch.sign(counts.mean() - counts) * 0.01
+        torch.testing.assert_close(router.selection_bias, (step - step.mean()).float())
+
+
+def test_experts_without_tokens_get_zeros_and_decay():
+    wanted = config({}, model={**MODEL, "balancing": "none"}, optimizer={"learning_rate": 0.1, "weight_decay": 0.5})
+    untrained, _ = train(wanted, 1, 0)
+    names = [name for name, _ in untrained.named_parameters() if name.endswith("experts.w1")]
+    model = with_idle_expert(wanted)
+    before = dict(untrained.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in names:
+            assert torch.equal(parameter.grad[3], torch.zeros_like(parameter.grad[3]))
+            torch.testing.assert_close(parameter[3], before[name][3] * (1 - 0.1 * 0.5))
+            assert not torch.allclose(parameter[0], before[name][0] * (1 - 0.1 * 0.5))
+
+
+def with_idle_expert(wanted: TrainConfig) -> ParallelModel:
+    """Train one step with a bias that keeps all tokens from the last expert."""
+    from tidewheel.train import parallel
+    from tidewheel.train.collectives import Collectives
+    from tidewheel.train.optim.build import build_optimizer
+    from tidewheel.train.runtime import Runtime
+    from tidewheel.train.step import train_step
+
+    model = parallel.build(wanted, 96, Runtime())
+    parallel.init_weights(model, seed=3)
+    for _, bias in model.named_buffers():
+        bias[3] = -100.0
+    result = train_step(model, build_optimizer(model, wanted.optimizer), micro_batches(0), Collectives(Runtime()),
+                        virtual_ranks=4)
+    assert all(load.counts[3] == 0 for load in result.experts.values())
+    return model
