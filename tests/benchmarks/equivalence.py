@@ -175,6 +175,30 @@ ROWS: list[Row] = [
     Row("3-D: TP 2 x PP 2 x CP 2", 8, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2")),
     *family_rows(),
 ]
+MIXTURE = ("model.kind=mixtral", "model.balancing=bias", "model.router_z_loss=1e-3")
+AUXILIARY = ("model.kind=mixtral", "model.balancing=auxiliary", "model.shared_experts=1",
+             "model.first_dense_layers=1")
+EXPERT_ROWS: list[Row] = [
+    *(Row(f"Experts, {name}", 2, layout, MIXTURE) for name, layout in (
+        ("DDP 2", ("parallel.data=ddp",)), ("ZeRO-3 2", ("parallel.data=zero3",)), ("TP 2", ("parallel.tensor=2",)),
+        ("CP 2", ("parallel.context=2",)), ("PP 2", ("parallel.pipeline=2",)),
+        ("EP 2", ("parallel.data=zero3", "parallel.expert=2")))),
+    Row("Experts, EP 2, activations selective", 2, ("parallel.data=zero2", "parallel.expert=2",
+                                                    "memory.activation_checkpointing=selective"), AUXILIARY),
+    Row("Experts, EP 2, compiled", 2, ("parallel.data=zero3", "parallel.expert=2", "compile=true"), AUXILIARY),
+    *(Row(f"Experts, {name}", 4, ("parallel.data=zero3", *layout), MIXTURE) for name, layout in (
+        ("EP 4", ("parallel.expert=4",)), ("EP 2 x ZeRO-3 2", ("parallel.expert=2",)),
+        ("EP 2 x HSDP 2", ("parallel.expert=2", "parallel.replicate=2")),
+        ("EP 2 x TP 2", ("parallel.expert=2", "parallel.tensor=2")),
+        ("EP 2 x CP 2", ("parallel.expert=2", "parallel.context=2")),
+        ("EP 4 over CP 2", ("parallel.expert=4", "parallel.context=2")))),
+    Row("Experts, EP 2 x PP 2", 4, ("parallel.data=zero2", "parallel.expert=2", "parallel.pipeline=2"), MIXTURE),
+    Row("Experts, EP 2 x PP 2, interleaved", 4, ("parallel.data=zero2", "parallel.expert=2", "parallel.pipeline=2",
+        "parallel.pipeline_schedule=interleaved_1f1b", "memory.activation_checkpointing=full"), MIXTURE),
+    Row("Experts, EP 2 x TP 2 x ZeRO-3 2, shared experts", 8, (
+        "parallel.data=zero3", "parallel.expert=2", "parallel.tensor=2"), AUXILIARY),
+]
+ROWS += EXPERT_ROWS
 """Rows of the table, with 1, 2, 4 or 8 ranks. A layout that the configuration refuses is an error, not a missing
 row."""
 

@@ -1,8 +1,9 @@
 """Load a checkpoint of every layout into every other: the state has the same bits, and later losses are the same.
 
-    python -m tests.benchmarks.resharding [--only TEXT]
+    python -m tests.benchmarks.resharding [--experts] [--only TEXT]
 
-Layouts: 1, 2 and 4 ranks, with and without tensor parallel 2 and pipeline parallel 2, the rest ZeRO-3. Each trains 8
+Layouts: 1, 2 and 4 ranks, with and without tensor parallel 2 and pipeline parallel 2, the rest ZeRO-3. With --experts:
+a mixture of experts, with and without expert parallel 2, tensor parallel 2 and pipeline parallel 2. Each trains 8
 steps of the debug model in fp32 (gloo) and saves at step 3; this is the uninterrupted run. Each layout then starts from
 each checkpoint. `unequal` counts loaded parameters and moments that differ in any bit from the saved ones. `loss` is
 the largest relative difference of steps 4 to 8 from the uninterrupted run. The exit code is 1 when a state differs or a
@@ -43,31 +44,45 @@ ORACLE, VERDICT = "saved.pt", "loaded.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """A number of ranks with tensor and pipeline parallelism; data parallelism uses the rest."""
+    """A number of ranks with tensor, pipeline and expert parallelism; data parallelism uses the rest.
+
+    Args:
+        ranks: number of ranks.
+        tensor: `parallel.tensor`.
+        pipeline: `parallel.pipeline`.
+        expert: `parallel.expert`; None for a dense model.
+    """
 
     ranks: int
     tensor: int = 1
     pipeline: int = 1
+    expert: int | None = None
 
     @property
     def name(self) -> str:
         """"4: DP 2 x TP 2"."""
-        degrees = {"DP": self.ranks // (self.tensor * self.pipeline), "TP": self.tensor, "PP": self.pipeline}
+        degrees = {"DP": self.ranks // (self.tensor * self.pipeline), "TP": self.tensor, "PP": self.pipeline,
+                   "EP": self.expert or 1}
         return f"{self.ranks}: " + (" x ".join(f"{kind} {n}" for kind, n in degrees.items() if n > 1) or "alone")
 
     @property
     def key(self) -> str:
         """Return the name of the layout's folder."""
-        return f"{self.ranks}-tp{self.tensor}-pp{self.pipeline}"
+        return f"{self.ranks}-tp{self.tensor}-pp{self.pipeline}" + (f"-ep{self.expert}" if self.expert else "")
 
     def config(self, folder: Path, name: str) -> TrainConfig:
         """Return the configuration of a run in this layout."""
         return settings(folder, name, STEPS, [
             "parallel.data=zero3", f"parallel.tensor={self.tensor}", f"parallel.pipeline={self.pipeline}",
             "model.tie_embeddings=false", f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=9",
-            "data.validation=''"])
+            "data.validation=''", *([] if self.expert is None else [*MIXTURE, f"parallel.expert={self.expert}"])])
 
 
+MIXTURE = ("model.kind=mixtral", "model.num_experts=6", "model.balancing=bias")
+"""6 experts are shared evenly by 2 ranks, then 3 are sharded by rows over 2 ranks."""
+EXPERT_LAYOUTS = [Layout(1, expert=1), Layout(2, expert=1), Layout(2, expert=2), Layout(2, tensor=2, expert=1),
+                  Layout(4, expert=1), Layout(4, expert=2), Layout(4, pipeline=2, expert=2),
+                  Layout(4, tensor=2, expert=2)]
 LAYOUTS = [Layout(ranks, tensor, pipeline) for ranks in (1, 2, 4) for tensor in (1, 2) for pipeline in (1, 2)
            if tensor * pipeline <= ranks]
 Pairs = Sequence[tuple[Layout, Layout]]
@@ -183,8 +198,10 @@ def main() -> int:
     """Run every pair or some, print the table and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", default="", help="pairs whose names contain this, such as 'TP 2'")
+    arguments.add_argument("--experts", action="store_true", help="layouts of a mixture of experts")
     chosen = arguments.parse_args()
-    pairs = [(source, target) for source in LAYOUTS for target in LAYOUTS
+    layouts = EXPERT_LAYOUTS if chosen.experts else LAYOUTS
+    pairs = [(source, target) for source in layouts for target in layouts
              if chosen.only.lower() in f"{source.name} on {target.name}".lower()]
     with tempfile.TemporaryDirectory(prefix="tidewheel-resharding-") as folder:
         table = run(Path(folder), pairs)

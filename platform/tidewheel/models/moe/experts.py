@@ -6,7 +6,7 @@ Suffixes of names give shapes: R rows, G groups, E experts, D model width, F inn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,8 @@ class Experts(nn.Module):
         self.output_bias_share = 1.0
         """Factor of `w2_bias`. Tensor parallelism, which adds up the outputs of its ranks, sets it to 0 on all but the
         first rank."""
+        self.arithmetic: Arithmetic = ByGroup()
+        """Computes products and activations; reproducible mode replaces it."""
 
     def forward(self, rows_RD: torch.Tensor, counts_GE: torch.Tensor) -> torch.Tensor:
         """Return the output of each row's expert, [R, D] in the dtype of matrix products.
@@ -65,26 +67,69 @@ class Experts(nn.Module):
             counts_GE: int64, the number of rows of each expert in each group; they add up to R. Expert e is the e-th
                 local one. It may be on the device. Without expert parallelism there is one group.
         """
-        dtype = product_dtype(rows_RD)
-        rows = rows_RD.to(dtype)
-        weights = [_local(weight).to(dtype) for weight in (self.w1, self.w3, self.w2)]
-        biases = [None if bias is None else _local(bias) for bias in (self.w1_bias, self.w3_bias, self.w2_bias)]
-        if len(counts_GE) == 1:
-            return self._group(rows, counts_GE[0], weights, biases)
-        sizes = counts_GE.sum(dim=1).tolist()
-        return torch.cat([self._group(part, counts_E, weights, biases)
-                          for part, counts_E in zip(rows.split(sizes), counts_GE)])
+        rows = rows_RD.to(product_dtype(rows_RD))
+        gate = self._product("w1", rows, counts_GE)
+        up = self._product("w3", rows, counts_GE)
+        return self._product("w2", self.arithmetic.activate(self.activation, gate, up, counts_GE), counts_GE)
 
-    def _group(self, rows: torch.Tensor, counts_E: torch.Tensor, weights: list[torch.Tensor],
-               biases: list[torch.Tensor | None]) -> torch.Tensor:
-        w1, w3, w2 = weights
-        b1, b3, b2 = biases
-        gate = _with_bias(grouped_product(rows, w1, counts_E), b1, counts_E)
-        up = _with_bias(grouped_product(rows, w3, counts_E), b3, counts_E)
-        hidden = clamped_swiglu(gate, up) if self.activation == "clamped" else F.silu(gate) * up
-        if b2 is not None:
-            b2 = b2 * self.output_bias_share
-        return _with_bias(grouped_product(hidden, w2, counts_E), b2, counts_E)
+    def _product(self, name: str, rows: torch.Tensor, counts_GE: torch.Tensor) -> torch.Tensor:
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+        if bias is not None:
+            bias = _local(bias)
+            if name == "w2":
+                bias = bias * self.output_bias_share
+        return self.arithmetic.product(rows, _local(weight).to(rows.dtype), bias, counts_GE, name)
+
+
+class Arithmetic(Protocol):
+    """How experts compute rows that are sorted by group, then by expert."""
+
+    def product(self, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
+                counts_GE: torch.Tensor, name: str) -> torch.Tensor:
+        """Return [R, M], the product of each row with its expert's matrix.
+
+        Args:
+            rows_RN: the rows.
+            weight_EMN: a matrix for each expert.
+            bias_EM: added to the product.
+            counts_GE: int64, rows of each expert in each group; they add up to R.
+            name: of the weight.
+        """
+
+    def activate(self, kind: Activation, gate_RF: torch.Tensor, up_RF: torch.Tensor,
+                 counts_GE: torch.Tensor) -> torch.Tensor:
+        """Return [R, F], the `activation` of each row.
+
+        Args:
+            kind: of activation.
+            gate_RF: of the rows.
+            up_RF: of the rows.
+            counts_GE: see `product`.
+        """
+
+
+class ByGroup:
+    """One grouped product and one activation for each group; see `Arithmetic`."""
+
+    def product(self, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
+                counts_GE: torch.Tensor, name: str) -> torch.Tensor:
+        if len(counts_GE) == 1:
+            return expert_product(rows_RN, weight_EMN, bias_EM, counts_GE[0])
+        parts = rows_RN.split(counts_GE.sum(dim=1).tolist())
+        return torch.cat([expert_product(part, weight_EMN, bias_EM, counts_E)
+                          for part, counts_E in zip(parts, counts_GE)])
+
+    def activate(self, kind: Activation, gate_RF: torch.Tensor, up_RF: torch.Tensor,
+                 counts_GE: torch.Tensor) -> torch.Tensor:
+        if len(counts_GE) == 1:
+            return activation(kind, gate_RF, up_RF)
+        sizes = counts_GE.sum(dim=1).tolist()
+        return torch.cat([activation(kind, *parts) for parts in zip(gate_RF.split(sizes), up_RF.split(sizes))])
+
+
+def activation(kind: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the activation of a kind, silu(gate) * up or `clamped_swiglu`."""
+    return clamped_swiglu(gate, up) if kind == "clamped" else F.silu(gate) * up
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -95,6 +140,20 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate = gate.clamp(max=CLAMP)
     up = up.clamp(min=-CLAMP, max=CLAMP)
     return (up + 1) * (gate * torch.sigmoid(SIGMOID_SCALE * gate))
+
+
+def expert_product(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
+                   counts_E: torch.Tensor) -> torch.Tensor:
+    """Return [R, M], `grouped_product` with a bias of each expert.
+
+    Args:
+        rows_RN: sorted by expert.
+        weight_EMN: a matrix for each expert.
+        bias_EM: added to the product.
+        counts_E: int64, rows of each expert; they add up to R.
+    """
+    product = grouped_product(rows_RN, weight_EMN, counts_E)
+    return product if bias_EM is None else _AddBias.apply(product, bias_EM, counts_E)
 
 
 def grouped_product(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
@@ -129,10 +188,6 @@ def _sizes(counts_E: torch.Tensor, rows: int) -> list[int]:
         each, more = divmod(rows, len(counts_E))
         return [each + (expert < more) for expert in range(len(counts_E))]
     return [int(count) for count in counts_E.tolist()]
-
-
-def _with_bias(rows: torch.Tensor, bias_EF: torch.Tensor | None, counts_E: torch.Tensor) -> torch.Tensor:
-    return rows if bias_EF is None else _AddBias.apply(rows, bias_EF, counts_E)
 
 
 class _AddBias(torch.autograd.Function):

@@ -46,6 +46,10 @@ class ParallelConfig(Config):
     """Which positions a worker keeps. documents: such that attention over the packed documents of each row costs every
     worker the same. zigzag: pieces i and 2N-1-i of 2N, which is even for rows of one document. all_to_all has no
     choice: neighbouring positions."""
+    expert: int = Field(default=1, ge=1)
+    """For zero2 and zero3 with a mixture of experts: number of neighbouring workers, among those that shard the
+    parameters (shard x context), that share the experts of each layer. Each holds num_experts / expert of them and
+    tokens travel to their experts. It does not add workers: other parameters stay sharded over all of them."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
     """For zero2 and zero3: when gradients are reduce-scattered. step: once, after the last micro-batch, which
     communicates least but keeps whole gradients between micro-batches. micro_batch: after each, so that only shards are
@@ -76,6 +80,13 @@ class ParallelConfig(Config):
                              "legal choice: async_tensor false, or tensor 2")
         if self.offload and not self.fully_sharded:
             raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest legal choice: zero2")
+        if self.expert > 1 and not self.fully_sharded:
+            raise ValueError(f"expert {self.expert} is for zero2 and zero3, but data is {self.data}, which has all "
+                             "experts on each worker; nearest legal choice: expert 1, or data zero2")
+        if self.expert > 1 and self.pipeline > 1 and "zero_bubble" in self.pipeline_schedule:
+            raise ValueError(f"expert {self.expert} sends gradients between workers in the backward pass, which "
+                             f"pipeline_schedule {self.pipeline_schedule} does in two passes; nearest legal choice: "
+                             "interleaved_1f1b")
         usual = default_per_rank(self.pipeline_schedule)
         if self.stages_per_rank != usual and self.pipeline_schedule in ("1f1b", "gpipe", "zbv_zero_bubble"):
             raise ValueError(f"pipeline_schedule {self.pipeline_schedule} has {usual} stage(s) on each worker, not "

@@ -2,7 +2,8 @@
 
 A unit is what one all-gather brings: the embedding, each block, and the final norm with the output matrix. With tied
 embeddings the embedding is used at both ends, so it forms one unit with the final norm, which is gathered once per
-forward pass and stays until the backward pass ends. A pipeline stage has some of these units.
+forward pass and stays until the backward pass ends. A pipeline stage has some of these units. With expert parallelism
+the experts of a block are a unit inside the block's, over the ranks that hold the same experts.
 
 The gather of the next unit starts before a unit computes, in both directions. The embedding is not gathered for the
 backward pass, which does not read it. The unit with the output matrix is not resharded after the forward pass, because
@@ -25,8 +26,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.moe.experts import Experts
 from tidewheel.train import fp8
 from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks
+from tidewheel.train.parallel.expert import ShardedExperts, placement
+from tidewheel.train.parallel.ordered_reduce import OrderedReduceScatter, reduce_by_source
 from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
@@ -40,10 +44,17 @@ class _Unit:
     Args:
         modules: whose parameters form the unit. The first one's forward pass gathers them.
         is_end: whether the unit holds the embedding or the output matrix.
+        inside: units of modules inside this unit's, which are not part of it.
     """
 
     modules: tuple[nn.Module, ...]
     is_end: bool = False
+    inside: tuple[_Unit, ...] = ()
+
+    @property
+    def gathered(self) -> list[FSDPModule]:
+        """Return the modules to prefetch for this unit's forward or backward pass; call it after sharding."""
+        return [self.fsdp, *(unit.fsdp for unit in self.inside)]
 
     @property
     def fsdp(self) -> FSDPModule:
@@ -68,11 +79,13 @@ class FullyShard(SingleProcess):
         precision: dtypes of the gathered parameters and of the reduction.
         order: of reproducible mode.
         sums: of reproducible mode, creates the sum of a unit's gradients.
+        experts: how experts are sharded, with expert parallelism.
     """
 
     def __init__(self, part: Decoder, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
                  offload: bool = False, precision: MixedPrecisionPolicy | None = None,
-                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
+                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None,
+                 experts: ShardedExperts | None = None) -> None:
         super().__init__(part)
         self._reduce_always, self._order = reduce_always, order
         self._is_prepared = False
@@ -80,12 +93,17 @@ class FullyShard(SingleProcess):
         precision = precision or MixedPrecisionPolicy()
         if part.embedding is not None and precision.param_dtype is not None:
             part.embedding.output_dtype = part.embedding.weight.dtype  # the dtype of the residual stream stays
-        self._units = _shard(part, mesh, precision, reshard_after_forward, offload)
+        outer = _shard(part, mesh, precision, reshard_after_forward, offload, experts)
+        inside = [unit for whole in outer for unit in whole.inside]
+        self._units = [*outer, *inside]
         for unit in self._units:  # gloo has no PREMUL_SUM, which other divide factors need
             unit.fsdp.set_gradient_divide_factor(1.0)
             unit.fsdp.set_force_sum_reduction_for_comms(True)
             if order is not None and sums is not None:
-                unit.fsdp.set_custom_reduce_scatter(_OrderedReduceScatter(order, sums()))
+                if unit in inside and experts is not None:
+                    reduce_by_source(unit.fsdp, order, experts)
+                else:
+                    unit.fsdp.set_custom_reduce_scatter(OrderedReduceScatter(order, sums()))
             elif precision.reduce_dtype not in (None, torch.float32):
                 unit.fsdp.set_custom_reduce_scatter(_LowReduceScatter(precision.reduce_dtype))
 
@@ -140,7 +158,7 @@ class FullyShard(SingleProcess):
 
 
 def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool,
-           offload: bool) -> list[_Unit]:
+           offload: bool, experts: ShardedExperts | None) -> list[_Unit]:
     """Shard a part of the model and return its units in the order of the forward pass."""
     fsdp_precision = precision
     if precision.reduce_dtype is not None:  # gradients are accumulated in fp32, `_LowReduceScatter` rounds them
@@ -148,9 +166,16 @@ def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, res
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": fsdp_precision, "offload_policy": OffloadPolicy()}
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    inner = [_Unit((block,)) for block in blocks(part)]
+    inner = [_Unit((block,), inside=_expert_units(block, experts)) for block in blocks(part)]
     for unit in inner:
-        fully_shard(unit.modules[0], reshard_after_forward=reshard_after_forward, **settings)
+        for nested in unit.inside:
+            assert experts is not None
+            fully_shard(nested.modules[0], reshard_after_forward=reshard_after_forward,
+                        shard_placement_fn=placement(experts.mesh), **{**settings, "mesh": experts.mesh})
+        fully_shard(unit.modules[0], reshard_after_forward=reshard_after_forward, shard_placement_fn=placement(mesh),
+                    **settings)
+        for nested in unit.inside:
+            _gather_with(nested, unit.modules[0])
     tied = part.embedding is not None and part.norm is not None and part.output is None
     first, last = [], []
     if tied:
@@ -162,35 +187,42 @@ def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, res
     if part.norm is not None and part.output is not None:
         last = [_Unit((part.norm, part.output), is_end=True)]
         fully_shard([part.norm, part.output], reshard_after_forward=False, **settings)
-        _gather_with_first_module(last[0])
+        _gather_with(last[0], part.norm)
     fully_shard(part, reshard_after_forward=False, **settings)  # without parameters, unless embeddings are tied
     units = [*first, *inner, *last]
     _prefetch(part, units, inner)
     return units
 
 
-def _gather_with_first_module(unit: _Unit) -> None:
-    """Let the forward pass of a unit's first module alone gather the unit.
+def _expert_units(block: nn.Module, experts: ShardedExperts | None) -> tuple[_Unit, ...]:
+    if experts is None:
+        return ()
+    return tuple(_Unit((module,)) for module in block.modules() if isinstance(module, Experts))
 
-    FSDP2 waits until every module of a unit has run once. But a loss in chunks reads the output matrix and never calls
-    its module, and an objective may call it several times. All reads come after the first module.
+
+def _gather_with(unit: _Unit, module: nn.Module) -> None:
+    """Let the forward pass of one module gather a unit, and its end reshard it.
+
+    Otherwise FSDP2 waits until every module of a unit has run once. But a loss in chunks reads the output matrix and
+    never calls its module, and an objective may call it several times. All reads come after the first module. Experts
+    are gathered with their block, so outside of a forward pass that is compiled or recomputed.
     """
     state = unit.fsdp._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    first = unit.modules[0]
-    state._pre_forward_hook_handle = first.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
-    state._post_forward_hook_handle = first.register_forward_hook(state._post_forward)
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(state._pre_forward, prepend=True,
+                                                                      with_kwargs=True)
+    state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
 def _prefetch(part: nn.Module, units: Sequence[_Unit], inner: Sequence[_Unit]) -> None:
     """Set which unit is gathered while another one computes."""
     for unit, following in itertools.pairwise(units):
-        unit.fsdp.set_modules_to_forward_prefetch([following.fsdp])
+        unit.fsdp.set_modules_to_forward_prefetch(following.gathered)
     for unit, previous in zip(inner[1:], inner):
-        unit.fsdp.set_modules_to_backward_prefetch([previous.fsdp])
+        unit.fsdp.set_modules_to_backward_prefetch(previous.gathered)
     if inner:  # the backward pass of the loss begins at the root, whose unit or the last one is still gathered
-        cast(FSDPModule, part).set_modules_to_backward_prefetch([inner[-1].fsdp])
+        cast(FSDPModule, part).set_modules_to_backward_prefetch(inner[-1].gathered)
 
 
 class _LowReduceScatter(ReduceScatter):
@@ -209,19 +241,3 @@ class _LowReduceScatter(ReduceScatter):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any,
                  async_op: bool = False) -> Any:
         return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-
-
-class _OrderedReduceScatter(ReduceScatter):
-    """Replacement for FSDP2's reduce-scatter, called after the backward pass of each micro-batch."""
-
-    def __init__(self, order: GradientOrder, total: OrderedSum) -> None:
-        self._order, self._total = order, total
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype,
-                 device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        self._total.add(input_tensor)
-        if self._order.last:  # earlier outputs become gradients that `FullyShard.begin` resets
-            output_tensor.copy_(self._total.shard())

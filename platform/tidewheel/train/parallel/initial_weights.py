@@ -32,6 +32,9 @@ def _initial_part(name: str, parameter: DTensor, config: Model, seed: int) -> to
     rows, *others = [_indices(parameter, dim) for dim in range(parameter.ndim)]
     if not len(rows):
         return parameter.to_local().new_empty(parameter.to_local().shape)
+    if parameter.ndim == 3 and len(others[0]) < parameter.shape[1]:
+        part = _stacked_rows(name, parameter.shape, config, seed, rows, others[0])
+        return part if len(others[1]) == parameter.shape[2] else part.index_select(2, others[1])
     hull = range(int(rows[0]), int(rows[-1]) + 1)
     part = init_rows(name, parameter.shape, config, seed, hull)
     if len(hull) > len(rows):
@@ -40,6 +43,28 @@ def _initial_part(name: str, parameter: DTensor, config: Model, seed: int) -> to
         if len(indices) < part.shape[dim]:
             part = part.index_select(dim, indices)
     return part
+
+
+def _stacked_rows(name: str, shape: torch.Size, config: Model, seed: int, matrices: torch.Tensor,
+                  rows: torch.Tensor) -> torch.Tensor:
+    """Return some rows of some of the matrices of a parameter [E, M, N]. Few other rows are drawn.
+
+    Args:
+        name: name in the whole model.
+        shape: of the whole parameter.
+        config: the model family's settings.
+        seed: of the run.
+        matrices: indices in the first dimension.
+        rows: indices in the second dimension, ascending.
+    """
+    flat = (shape[0] * shape[1], shape[2])
+    first, last = int(rows[0]), int(rows[-1])
+    parts = []
+    for matrix in matrices.tolist():
+        start = matrix * shape[1]
+        hull = init_rows(name, flat, config, seed, range(start + first, start + last + 1))
+        parts.append(hull[rows - first])
+    return torch.stack(parts)
 
 
 def _indices(parameter: DTensor, dim: int) -> torch.Tensor:

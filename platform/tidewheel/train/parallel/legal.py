@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.family import Model
+from tidewheel.models.moe.config import MixtureOfExperts
+from tidewheel.parts import name_of
 from tidewheel.train import objective
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | None = None, *, unit: int = 1,
-                replicate: int = 1) -> tuple[int, ...]:
+                replicate: int = 1, context: int = 1, expert: int = 1) -> tuple[int, ...]:
     """Return the legal numbers of workers, ascending.
 
     A legal number is `unit` times a data-parallel size that divides `virtual_ranks`. Then every data rank has the same
@@ -29,16 +31,25 @@ def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | Non
         max_workers: largest number; None: no limit.
         unit: workers of one copy of the model, tensor x pipeline x context.
         replicate: number of copies that HSDP shards; the data-parallel size is a multiple of it.
+        context: workers that share each sequence.
+        expert: workers that share the experts; each copy has a multiple of it in shard x context.
     """
     most = virtual_ranks * unit if max_workers is None else min(max_workers, virtual_ranks * unit)
     data = range(replicate, most // unit + 1, replicate)
-    return tuple(size * unit for size in data if size * unit >= min_workers and virtual_ranks % size == 0)
+    return tuple(size * unit for size in data if size * unit >= min_workers and virtual_ranks % size == 0
+                 and size // replicate * context % expert == 0)
+
+
+def _legal_sizes(config: TrainConfig, min_workers: int = 1, max_workers: int | None = None) -> tuple[int, ...]:
+    """Return `legal_sizes` of the layout of `config`."""
+    parallel = config.parallel
+    return legal_sizes(config.batch.virtual_ranks, min_workers, max_workers, unit=parallel.unit,
+                       replicate=parallel.replicate, context=parallel.context, expert=parallel.expert)
 
 
 def sizes(config: TrainConfig) -> tuple[int, ...]:
     """Return the legal numbers of workers of a run, ascending."""
-    possible = legal_sizes(config.batch.virtual_ranks, config.elastic.min_workers, config.elastic.max_workers,
-                           unit=config.parallel.unit, replicate=config.parallel.replicate)
+    possible = _legal_sizes(config, config.elastic.min_workers, config.elastic.max_workers)
     return tuple(size for size in possible if schedule(config, size) is None)
 
 
@@ -142,18 +153,32 @@ def _workers(config: TrainConfig) -> str | None:
         return None
     parallel, elastic, virtual = config.parallel, config.elastic, config.batch.virtual_ranks
     least, most = elastic.min_workers, elastic.max_workers
-    if fitting := legal_sizes(virtual, least, most, unit=parallel.unit, replicate=parallel.replicate):
+    if fitting := _legal_sizes(config, least, most):
         return schedule(config, fitting[0])
-    if parallel.unit == parallel.replicate == 1:
+    if parallel.unit == parallel.replicate == parallel.expert == 1:
         return f"no number of workers from {least} to {most} divides batch.virtual_ranks {virtual}"
-    possible = legal_sizes(virtual, unit=parallel.unit, replicate=parallel.replicate)
+    possible = _legal_sizes(config)
+    if not possible and parallel.expert > 1:
+        return _expert(config)
     if not possible:
         return (f"parallel.replicate {parallel.replicate} does not divide batch.virtual_ranks {virtual}; nearest that "
                 f"does: {nearest(parallel.replicate, divisors(virtual))}")
     copies = f" and is a multiple of replicate {parallel.replicate}" if parallel.replicate > 1 else ""
+    if parallel.expert > 1:
+        copies += f", with a multiple of expert {parallel.expert} in shard x context of each copy"
     return (f"no number of workers from {least} to {most} (elastic.min_workers, max_workers) fits "
             f"{describe(parallel)}: it must be {parallel.unit} times a number that divides batch.virtual_ranks "
             f"{virtual}{copies}; nearest that is: {nearest(most, possible)}")
+
+
+def _expert(config: TrainConfig) -> str:
+    """Return why no number of workers has groups of `parallel.expert`."""
+    parallel, virtual = config.parallel, config.batch.virtual_ranks
+    shared = {size // parallel.replicate * parallel.context for size in divisors(virtual)
+              if size % parallel.replicate == 0}
+    legal = [expert for expert in range(1, max(shared, default=1) + 1) if any(size % expert == 0 for size in shared)]
+    return (f"parallel.expert {parallel.expert} divides shard x context of no number of workers, which batch."
+            f"virtual_ranks {virtual} must share evenly; nearest that does: {nearest(parallel.expert, legal)}")
 
 
 def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -> str | None:
@@ -164,6 +189,8 @@ def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -
         model: its dimensions.
         vocabulary_size: padded; None: not known yet.
     """
+    if (reason := _experts(parallel.expert, model)) is not None:
+        return reason
     tensor = parallel.tensor
     shared = [("key and value heads", model.kv_heads), ("query heads", model.num_heads),
               ("model.ffn_dim", model.ffn_width), ("the vocabulary", vocabulary_size or tensor),
@@ -195,6 +222,19 @@ def _heads(parallel: ParallelConfig, model: Model) -> str | None:
     return (f"parallel.context {parallel.context} with context_method all_to_all shares the heads, but there are "
             f"{query} query heads and {key} key heads{each}; nearest legal choice: context "
             f"{nearest(parallel.context, possible)}, or context_method all_gather")
+
+
+def _experts(expert: int, model: Model) -> str | None:
+    """Return why the ranks of `parallel.expert` cannot share the experts of a layer evenly, or None."""
+    if expert == 1:
+        return None
+    if not isinstance(model, MixtureOfExperts):
+        return (f"parallel.expert {expert} shares experts, but model.kind {name_of(type(model))} has none; nearest "
+                "legal choice: 1")
+    if model.num_experts % expert:
+        return (f"parallel.expert {expert} does not divide model.num_experts {model.num_experts}; nearest that does: "
+                f"{nearest(expert, divisors(model.num_experts))}")
+    return None
 
 
 def check_data(config: TrainConfig, vocabulary_size: int, sequence_length: int) -> None:
@@ -234,7 +274,7 @@ def check_world(config: TrainConfig, world_size: int) -> None:
         ConfigError: they cannot.
     """
     parallel, virtual = config.parallel, config.batch.virtual_ranks
-    possible = legal_sizes(virtual, unit=parallel.unit, replicate=parallel.replicate)
+    possible = _legal_sizes(config)
     if world_size in possible:
         if (reason := schedule(config, world_size)) is not None:
             raise ConfigError(reason, where="parallel.pipeline_schedule",
@@ -249,6 +289,11 @@ def check_world(config: TrainConfig, world_size: int) -> None:
     if virtual % data:
         raise ConfigError(f"{data} workers cannot share {virtual} virtual ranks evenly", where="batch.virtual_ranks",
                           fix="make it a multiple of every number of workers the run may have, such as 12 or 60")
+    if data % parallel.replicate == 0:
+        ranks = data // parallel.replicate * parallel.context
+        raise ConfigError(f"{ranks} worker(s) of shard x context are not a multiple of parallel.expert "
+                          f"{parallel.expert}; nearest number of workers that is legal: {near}",
+                          where="parallel.expert", fix=f"start {near} workers, or change expert")
     raise ConfigError(f"{data} data-parallel workers are not a multiple of parallel.replicate {parallel.replicate}; "
                       f"nearest number of workers that is legal: {near}", where="parallel.replicate",
                       fix=f"start {near} workers, or change replicate")
@@ -256,7 +301,7 @@ def check_world(config: TrainConfig, world_size: int) -> None:
 
 def describe(parallel: ParallelConfig) -> str:
     """Return a description for messages: "a mesh of tensor 2 x pipeline 2"."""
-    parts = [f"{name} {getattr(parallel, name)}" for name in ("tensor", "pipeline", "context", "replicate")
+    parts = [f"{name} {getattr(parallel, name)}" for name in ("tensor", "pipeline", "context", "replicate", "expert")
              if getattr(parallel, name) > 1]
     return "a mesh of " + (" x ".join(parts) or "data-parallel workers")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ DATA = ("replicate", "shard")
 """Dimensions over which the global batch is sharded."""
 GRADIENTS = ("replicate", "shard", "context")
 """Dimensions over which gradients are summed. Context ranks see different positions of the same rows."""
+EXPERTS = ("shard", "context")
+"""Dimensions whose ranks share experts, see `Mesh.experts`."""
+EXPERT_DIMS = ("expertshard", "expert")
+"""Dimensions of the second view of these ranks. An expert's weights are on one rank of `expert`, which neighbours
+share; FSDP2 shards them over `expertshard`."""
 _builds = itertools.count()
 """Counts the meshes of this process."""
 
@@ -37,12 +43,17 @@ class Mesh:
         rank: of this process.
         device_mesh: torch's mesh of the dimensions larger than 1; None if there are none.
         mark: suffix of the names of its dimensions.
+        expert: number of neighbouring ranks of shard x context that share the experts, see `experts`.
+        experts: a second view of the ranks of shard x context, with the dimensions `EXPERT_DIMS`; None without expert
+            parallelism.
     """
 
     sizes: dict[str, int]
     rank: int
     device_mesh: DeviceMesh | None
     mark: str = ""
+    expert: int = 1
+    experts: DeviceMesh | None = None
 
     @classmethod
     def build(cls, parallel: ParallelConfig, runtime: Runtime) -> Mesh:
@@ -67,7 +78,15 @@ class Mesh:
         mesh = cls(sizes, runtime.rank, init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=names), mark)
         for name in wide:
             check_threads(mesh.of(name), mesh.coordinate(name), device)
+        if parallel.expert > 1:
+            mesh = dataclasses.replace(mesh, expert=parallel.expert, experts=mesh._view_of_experts(parallel.expert))
         return mesh
+
+    def _view_of_experts(self, expert: int) -> DeviceMesh:
+        """Return the ranks of shard x context as (groups, ranks of a group that share the experts)."""
+        ranks = self.of(*EXPERTS)
+        assert ranks is not None  # `legal` refuses a number of workers without it
+        return ranks._unflatten(0, (ranks.size() // expert, expert), tuple(name + self.mark for name in EXPERT_DIMS))
 
     @property
     def world_size(self) -> int:
@@ -106,7 +125,37 @@ class Mesh:
     def groups(self) -> list[Any]:
         """Return the process groups of this rank's dimensions, except the pipeline's."""
         groups = [self.group(name) for name in DIMS[1:]]
+        if self.experts is not None:
+            groups += self.experts.get_all_groups()
         return [group for group in groups if group is not None]
+
+    @property
+    def expert_rank(self) -> int:
+        """Return which part of the experts this rank holds."""
+        return self.coordinate(*EXPERTS) % self.expert
+
+    def expert_group(self) -> Any:
+        """Return the process group of the ranks that share the experts."""
+        assert self.experts is not None
+        return self.experts.get_group(EXPERT_DIMS[1] + self.mark)
+
+    def expert_mesh(self) -> DeviceMesh:
+        """Return the mesh of an expert's weights before FSDP2: the ranks that share experts, then those of tensor."""
+        assert self.experts is not None
+        ranks = self.experts[EXPERT_DIMS[1] + self.mark]
+        tensor = self.of("tensor")
+        return ranks if tensor is None else DeviceMesh._concatenate([ranks, tensor])
+
+    def expert_shard_mesh(self, *, replicate: bool = True) -> DeviceMesh:
+        """Return the mesh for FSDP2 of the experts: the ranks with the same experts, after replicas with HSDP.
+
+        Args:
+            replicate: whether to include the dimension of replicas.
+        """
+        assert self.experts is not None
+        ranks = self.experts[EXPERT_DIMS[0] + self.mark]
+        copies = self.of("replicate") if replicate else None
+        return ranks if copies is None else DeviceMesh._concatenate([copies, ranks])
 
     def shard_mesh(self) -> DeviceMesh | None:
         """Return the mesh for FSDP2: shard x context in one dimension, after a dimension of replicas with HSDP."""
@@ -139,6 +188,8 @@ def dimensions(mesh: DeviceMesh, index: int) -> set[str]:
     if mesh.mesh_dim_names is None:
         return set()
     name = mesh.mesh_dim_names[index].partition("@")[0]
+    if name in EXPERT_DIMS:  # weights of experts are sharded over both
+        return set(EXPERTS)
     return set(name.split("_"))  # the name of a flattened dimension joins the names of its parts
 
 

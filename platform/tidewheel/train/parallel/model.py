@@ -22,7 +22,7 @@ from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
-from tidewheel.train.parallel import async_tensor, legal, tensor
+from tidewheel.train.parallel import async_tensor, expert, legal, tensor
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel.context import RowShare
 from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks, local
@@ -287,6 +287,7 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         fp8.convert_linears(part, config.fp8, sharded=shards is not None, tensor=mesh.size("tensor"))
     if (ranks := mesh.of("tensor")) is not None:
         tensor.apply(part, ranks, asynchronous=parallel.async_tensor)
+    expert.apply(part, mesh, reproducible=order is not None)
     if (ranks := mesh.of("context")) is not None:
         context_parallel.apply(part, ranks, parallel)
     memory.apply(part, config.memory)
@@ -323,6 +324,8 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
         shards = inner  # `far` sums over replicas
         # a single rank runs without FSDP2, which would round the weights of norms to 16 bits
         precision = dataclasses.replace(precision, param_dtype=None)
+    if mesh.expert > 1:
+        ordered["experts"] = _sharded_experts(mesh, order)
     data = FullyShard(
         part, shards, reshard_after_forward=parallel.data == "zero3" or (
             parallel.data == "auto" and _large(config, num_parameters)),
@@ -330,6 +333,15 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
         **ordered)
     part.to_empty(device="cpu" if parallel.offload else device)
     return data
+
+
+def _sharded_experts(mesh: Mesh, order: GradientOrder | None) -> expert.ShardedExperts:
+    if order is None:
+        return expert.ShardedExperts(mesh.expert_shard_mesh(), mesh.expert)
+    near = Group.experts(mesh)
+    far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
+    return expert.ShardedExperts(mesh.expert_shard_mesh(replicate=False), mesh.expert,
+                                 lambda: OrderedSum(order, near, far))
 
 
 def _large(config: TrainConfig, num_parameters: int) -> bool:

@@ -53,6 +53,14 @@ class Group:
         return cls(mesh.group("shard", "context"), tuple((member,) for member in _members(mesh, ranks)))
 
     @classmethod
+    def experts(cls, mesh: Mesh) -> Group:
+        """Return the group of ranks over which FSDP2 shards the experts. Each holds the gradients of its sources."""
+        first = mesh.coordinate("replicate") * mesh.size("shard")
+        sources = _members(mesh, range(first, first + mesh.size("shard")))
+        shares = tuple(sources[start:start + mesh.expert] for start in range(0, len(sources), mesh.expert))
+        return cls(mesh.expert_shard_mesh(replicate=False).get_group(), shares)
+
+    @classmethod
     def copies(cls, mesh: Mesh) -> Group:
         """Return the group of ranks with the same shard (HSDP)."""
         shards = mesh.size("shard")
@@ -71,33 +79,39 @@ class OrderedSum:
 
     Args:
         order: of the model; it knows the current micro-batch.
-        near: ranks that get a shard each.
+        near: ranks that get a shard each; all hold the gradients of the same number of members.
         far: ranks with the same shard, whose sums are added last (HSDP).
     """
 
     def __init__(self, order: GradientOrder, near: Group, far: Group | None = None) -> None:
         self._order, self._near, self._far = order, near, far
+        self._own = next((held for held in near.members if order.member in held), (order.member,))
         self._tree = TreeSum()
         self._open: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def add(self, flat: torch.Tensor) -> None:
-        """Add this rank's gradient of the current micro-batch.
+    def add(self, *flats: torch.Tensor) -> None:
+        """Add gradients of the current micro-batch: this rank's, or those of all members whose gradients it holds.
 
         Args:
-            flat: [n], overwritten; n must be a multiple of the number of ranks of `near`.
+            flats: [n] for each member in order, overwritten; n must be a multiple of the number of ranks of `near`.
         """
         if self._order.number == 0:  # a failed step may have left partial sums
             self._tree = TreeSum()
             self._open = {}
+        for index, flat in enumerate(flats):
+            self._add(index, flat)
+
+    def _add(self, index: int, flat: torch.Tensor) -> None:
+        """Add the gradient of member `index` of those whose gradients this rank holds."""
         if self._order.streams:
             received = self._swap(flat)
             for members, part in zip(self._near.members, received.unbind()):
-                self._put(members[0], part)
+                self._put(members[index], part)
             self._release(received)
             return
         if flat.is_cuda:  # allocated on another stream but kept on this one
             flat.record_stream(torch.cuda.current_stream())
-        self._put(self._order.member, flat)
+        self._put(self._own[index], flat)
 
     def shard(self) -> torch.Tensor:
         """Return this rank's part of the sum, [n / ranks of `near`]."""

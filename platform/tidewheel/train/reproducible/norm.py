@@ -1,10 +1,10 @@
 """The gradient norm, bit for bit the same however rows are sharded over ranks.
 
-Sharding never splits a row (the first dimension of a tensor). The squares of a row are exact in fp64. They are added
-element-wise in an order that depends only on the row's length; a reduction kernel might choose its order by the number
-of rows. The sums of rows are then added exactly in fixed point, so their order does not matter. Each sum is split into
-pieces of `BITS` bits at fixed places, as in Kulisch's long accumulator. Pieces of one place are small integers, whose
-sums are exact in fp64. A rank's result is `PLACES` numbers for a model of any size.
+Sharding never splits a row, which is the last dimension of a matrix or of stacked matrices. The squares of a row are
+exact in fp64. They are added element-wise in an order that depends only on the row's length; a reduction kernel might
+choose its order by the number of rows. The sums of rows are then added exactly in fixed point, so their order does not
+matter. Each sum is split into pieces of `BITS` bits at fixed places, as in Kulisch's long accumulator. Pieces of one
+place are small integers, whose sums are exact in fp64. A rank's result is `PLACES` numbers for a model of any size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def row_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     sums: list[torch.Tensor | None] = [None] * len(tensors)
     by_width: dict[int, list[int]] = defaultdict(list)
-    matrices = [tensor.reshape(len(tensor), -1) for tensor in tensors if tensor.numel()]
+    matrices = [_rows(tensor) for tensor in tensors if tensor.numel()]
     for index, matrix in enumerate(matrices):
         by_width[matrix.shape[1]].append(index)
     for indices in by_width.values():
@@ -41,6 +41,11 @@ def row_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     device = tensors[0].device if tensors else None
     return torch.cat([matrix_sums for matrix_sums in sums if matrix_sums is not None]
                      or [torch.zeros(0, dtype=torch.float64, device=device)])
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a tensor, a matrix; of stacked matrices, whose second dimension may be sharded, their rows."""
+    return tensor.reshape(len(tensor), -1) if tensor.ndim < 3 else tensor.flatten(0, -2)
 
 
 def _folded(matrices: list[torch.Tensor]) -> list[torch.Tensor]:

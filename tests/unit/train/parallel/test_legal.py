@@ -13,6 +13,7 @@ from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.mesh import Mesh, mesh_sizes
 from tidewheel.train.parallel.model import reduces_always
 
+MIXTURE = ("model.kind=mixtral", "model.num_experts=8")
 MODEL = Llama(dim=64, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=192)
 
 
@@ -23,11 +24,11 @@ def refused(*overrides: str) -> str:
 
 
 @given(virtual=st.integers(1, 64), unit=st.integers(1, 8), replicate=st.integers(1, 4), least=st.integers(1, 16),
-       most=st.integers(1, 64))
-def test_legal_sizes_are_all_numbers_that_share_the_work_evenly(virtual, unit, replicate, least, most):
-    sizes = legal.legal_sizes(virtual, least, most, unit=unit, replicate=replicate)
+       most=st.integers(1, 64), context=st.integers(1, 2), expert=st.integers(1, 4))
+def test_legal_sizes_are_all_numbers_that_share_the_work_evenly(virtual, unit, replicate, least, most, context, expert):
+    sizes = legal.legal_sizes(virtual, least, most, unit=unit, replicate=replicate, context=context, expert=expert)
     possible = [size for size in range(least, most + 1) if size % unit == 0 and virtual % (size // unit) == 0
-                and size // unit % replicate == 0]
+                and size // unit % replicate == 0 and size // unit // replicate * context % expert == 0]
     assert list(sizes) == possible
 
 
@@ -78,6 +79,16 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
      "not for data ddp; nearest legal choice: zero2"),
     (["parallel.context=2", "model.attention=varlen"], "nearest legal choice: attention flex"),
     (["elastic.min_workers=3", "elastic.max_workers=3"], "divides batch.virtual_ranks 4"),
+    (["parallel.expert=2"], "model.kind llama has none; nearest legal choice: 1"),
+    ([*MIXTURE, "parallel.expert=3", "batch.virtual_ranks=6", "batch.global_sequences=24"],
+     "parallel.expert 3 does not divide model.num_experts 8; nearest that does: 2"),
+    ([*MIXTURE, "parallel.expert=2", "parallel.data=ddp"], "nearest legal choice: expert 1, or data zero2"),
+    ([*MIXTURE, "parallel.expert=8"], "no number of workers, which batch.virtual_ranks 4 must share evenly; nearest "
+     "that does: 4"),
+    ([*MIXTURE, "parallel.expert=4", "elastic.max_workers=2"], "a mesh of expert 4: it must be 1 times a number that "
+     "divides batch.virtual_ranks 4, with a multiple of expert 4 in shard x context of each copy; nearest that is: 4"),
+    ([*MIXTURE, "parallel.expert=2", "parallel.pipeline=2", "parallel.pipeline_schedule=zbv_zero_bubble"],
+     "nearest legal choice: interleaved_1f1b"),
 ])
 def test_an_illegal_configuration_is_refused(overrides: list[str], says: str):
     assert says in refused(*overrides)
@@ -117,9 +128,12 @@ def test_sharded_sequences_have_equal_parts(tensor, context, tokens):
 @pytest.mark.parametrize(("parallel", "world", "says"), [
     ({"replicate": 2}, 1, "1 data-parallel workers are not a multiple of parallel.replicate 2; nearest"),
     ({}, 3, "3 workers cannot share 4 virtual ranks"),
+    ({"expert": 2}, 1, "1 worker.s. of shard x context are not a multiple of parallel.expert 2; nearest number of "
+     "workers that is legal: 2"),
+    ({"expert": 4, "context": 2}, 2, "nearest number of workers that is legal: 4"),
 ])
 def test_a_world_size_that_does_not_fit_the_mesh_is_refused(parallel: dict[str, int], world: int, says: str):
-    config = TrainConfig.model_validate({"elastic": {"max_workers": 4}, "parallel": parallel})
+    config = build(TrainConfig, {"elastic": {"max_workers": 4}, "parallel": parallel, "model": {"kind": "mixtral"}})
     with pytest.raises(ConfigError, match=says):
         legal.check_world(config, world)
 
@@ -134,6 +148,13 @@ def test_world_sizes_with_too_few_micro_batches_for_the_schedule_are_illegal():
     assert legal.sizes(config) == (4, 8)  # 16 workers would have 2 micro-batches each
     with pytest.raises(ConfigError, match="nearest number that it can: 4"):
         legal.check_world(config, 16)
+
+
+def test_only_numbers_of_workers_whose_copies_share_the_experts_are_legal():
+    values = {"elastic": {"max_workers": 16}, "model": {"kind": "mixtral", "num_experts": 8}}
+    assert legal.sizes(build(TrainConfig, values, ["parallel.expert=2"])) == (2, 4)
+    assert legal.sizes(build(TrainConfig, values, ["parallel.expert=4", "parallel.context=2"])) == (4, 8)
+    assert legal.sizes(build(TrainConfig, values, ["parallel.expert=2", "parallel.replicate=2"])) == (4,)
 
 
 def test_sums_in_bf16_belong_to_the_recipe():

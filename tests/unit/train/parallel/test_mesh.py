@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks import on_ranks
 from tidewheel.models.families import Llama
@@ -91,8 +92,36 @@ def rows_of_what_is_cut_already() -> None:
         assert torch.equal(rows.full_tensor(), whole), placement
 
 
+def views_of_experts() -> None:
+    """Neighbours of shard x context share the experts; the groups are part of what a broken run aborts."""
+    rank = dist.get_rank()
+    for parallel, neighbours, same in (({"expert": 2}, [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]),
+                                       ({"expert": 4, "context": 2}, [0, 1, 2, 3], [rank]),
+                                       ({"expert": 2, "tensor": 2}, [rank % 2, rank % 2 + 2], [rank])):
+        mesh = Mesh.build(ParallelConfig.model_validate(parallel), Runtime(rank, 4))
+        assert mesh.experts is not None
+        assert dist.get_process_group_ranks(mesh.expert_group()) == neighbours
+        assert neighbours[mesh.expert_rank] == rank
+        shards = mesh.expert_shard_mesh()
+        assert dist.get_process_group_ranks(shards.get_group()) == same
+        assert mesh.expert_group() in mesh.groups()
+        whole = torch.arange(8.0)
+        model = ParallelModel([], [], mesh, Llama(), 128, 10)
+        held = whole.chunk(mesh.expert)[mesh.expert_rank].chunk(shards.size())[shards.get_local_rank()]
+        grid = DeviceMesh._concatenate([shards, mesh.expert_mesh()])
+        placements = [_StridedShard(0, split_factor=mesh.expert), Shard(0)] + [Replicate()] * (grid.ndim - 2)
+        part = DTensor.from_local(held, grid, placements, run_check=False, shape=(8,), stride=(1,))
+        assert torch.equal(part.full_tensor(), whole)
+        share = held.square().sum() / model.replicas(part)
+        first = held.square().sum() * model.first_holder(part)
+        for total in (share, first):
+            dist.all_reduce(total)
+            assert total == pytest.approx(float(whole.square().sum()))
+
+
 def everything_about_meshes() -> None:
     meshes()
+    views_of_experts()
     rows_of_what_is_cut_already()
 
 

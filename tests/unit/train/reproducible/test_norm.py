@@ -33,6 +33,13 @@ def test_any_split_of_the_rows_gives_the_same_bits(seed, data):
     assert torch.equal(norm.value(total), expected)
 
 
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 1))
+def test_stacked_matrices_may_be_split_by_matrix_or_by_rows(seed, ranks, dim):
+    whole = torch.randn(6, 10, 13, generator=torch.Generator().manual_seed(seed))
+    parts = norm.row_squares([part.contiguous() for part in whole.chunk(ranks, dim=dim)])
+    assert torch.equal(norm.value(norm.pieces(parts)), norm.value(norm.pieces(norm.row_squares([whole]))))
+
+
 @given(st.integers(0, 10**6))
 def test_the_norm_equals_the_exact_sum_of_squares(seed):
     whole = tensors(seed)
