@@ -5,6 +5,11 @@
 The plan is a roofline of Tidewheel's work without launches, power limits, stragglers and host work, so a published run
 should reach most of it. At 131,072 tokens attention is most of the work, and Llama 3's kernel is faster than
 FlashAttention-2, which the plan assumes.
+
+Mixtures of experts differ more, in both directions. The plan overlaps no all-to-all, sends a row for each expert of a
+token, and has the rate of large products for every expert. Published runs overlap the all-to-all and send a token once
+to each node, and small experts multiply slowly. Where a run shares its experts over tensor-parallel ranks, which
+Tidewheel does not do, the row has as many context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -38,6 +43,9 @@ class Run:
     precision: str
     published: float
     """Tokens/s per GPU. For Llama 3 it is computed from TFLOP/s per GPU, with 6 FLOPs per parameter and attention."""
+    vocabulary: int = 128_256
+    why: str = ""
+    """Why the plan is off, where it is off by more than a half."""
 
 
 _405B = {"dim": 16384, "num_layers": 126, "num_heads": 128, "num_kv_heads": 8, "ffn_dim": 53248, "qk_norm": False,
@@ -63,27 +71,92 @@ RUNS = (
     Run("the same in fp8", "h100", 8, {"preset": "8b"}, 8192, 1, 1, _SHARDED, "selective", "fp8", 8_532),
     Run("torchtitan 2025-06, 8B, 32 H200, fp8", "h200", 32, {"preset": "8b"}, 8192, 2, 1, _SHARDED, "selective", "fp8",
         10_938),
-    Run("OLMo-core, 7B", "h100", 8, _OLMO_7B, 4096, 2, 8, _SHARDED, "selective", "bf16", 9_850),
+    Run("OLMo-core, 7B", "h100", 8, _OLMO_7B, 4096, 2, 8, _SHARDED, "selective", "bf16", 9_850, 100_352),
     Run("OLMo-core, 1B", "h100", 8, {"preset": "1b"}, 4096, 8, 2, _SHARDED, "none", "bf16", 45_500),
     llama3(8_192, 8_192, 1, 64, 32, 430), llama3(16_384, 8_192, 1, 128, 16, 400), llama3(16_384, 131_072, 16, 8, 16,
                                                                                         380))
 
+_352B = {"kind": "mixtral", "dim": 4096, "num_layers": 60, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336,
+         "num_experts": 32, "experts_per_token": 3}
+_MEGASCALE = {"data": "zero2", "pipeline": 15, "context": 8, "expert": 8}
+_BRIDGE = "Megatron Bridge 25.11"
+_ZOO = "Megatron-MoE-ModelZoo"
+_INTERLEAVED = {"data": "zero2", "pipeline_schedule": "interleaved_1f1b"}
+_NODES = "DeepEP sends a token once to each node"
+_SMALL = "experts of width 768; the plan has the rate of large products"
+
+
+def megascale(gpus: int, thousands: float) -> Run:
+    """Return a run of MegaScale-MoE's 352B: PP 15, and 8 ranks of a node that share sequences and experts."""
+    return Run("MegaScale-MoE 352B, arXiv:2505.11432, tables 2 and 3", "h800", gpus, _352B, 8192, 1,
+               720 // (gpus // 120), _MEGASCALE, "selective", "bf16", 1000 * thousands / gpus, 65_536)
+
+
+MIXTURES = (
+    # 468 TFLOP/s per GPU over 6 x 12.9 B + attention, halved for causality: 79.6 GFLOPs per token
+    Run("Mixtral 8x7B, Megatron Core 0.9", "h100", 64, {"kind": "mixtral", "preset": "mixtral_8x7b"}, 4096, 1, 16,
+        {**_INTERLEAVED, "pipeline": 4, "pipeline_stages": 8, "expert": 8}, "none", "bf16", 468e12 / 79.6e9, 32_000,
+        "PP 4 and EP 8 are published, the rest is assumed"),
+    megascale(240, 272.9), megascale(480, 498.6), megascale(720, 740.1), megascale(1440, 1407.7),
+    Run(f"Qwen 3 235B-A22B, {_ZOO}, EP 32", "h100", 256, {"kind": "qwen3_moe", "preset": "qwen3_235b_a22b"}, 4096, 1,
+        128, {**_INTERLEAVED, "pipeline": 8, "pipeline_stages": 4, "context": 2, "expert": 32}, "selective", "bf16",
+        2048 * 4096 / 19.7 / 256, 151_936, _NODES),
+    Run(f"the same, 1F1B overlaps the all-to-all, {_ZOO}", "h100", 256,
+        {"kind": "qwen3_moe", "preset": "qwen3_235b_a22b"}, 4096, 1, 128,
+        {**_INTERLEAVED, "pipeline": 8, "pipeline_stages": 4, "context": 2, "expert": 32}, "selective", "bf16",
+        2048 * 4096 / 17.6 / 256, 151_936, f"{_NODES}, and it is overlapped"),
+    Run(f"the same, FSDP and EP 8, {_ZOO}", "h100", 256, {"kind": "qwen3_moe", "preset": "qwen3_235b_a22b"}, 4096, 4,
+        4, {**_SHARDED, "context": 2, "expert": 8}, "full", "bf16", 2048 * 4096 / 17.6 / 256, 151_936,
+        "FSDP's gathers: the plan hides half of their 22 s in each step"),
+    Run(f"Qwen 3 30B-A3B, {_BRIDGE}, fp8", "h100", 16, {"kind": "qwen3_moe", "preset": "qwen3_30b_a3b"}, 4096, 2, 32,
+        {**_INTERLEAVED, "pipeline": 2, "pipeline_stages": 24, "expert": 8}, "selective", "fp8", 5_275, 151_936,
+        _SMALL),
+    Run(f"Qwen 3 30B-A3B, {_BRIDGE}, fp8", "b200", 8, {"kind": "qwen3_moe", "preset": "qwen3_30b_a3b"}, 4096, 1, 64,
+        {"data": "zero2", "expert": 8, "reduce": "step"}, "selective", "fp8", 9_299, 151_936, _SMALL),
+    # 2,664 k GPU hours for 14.8 T tokens (arXiv:2412.19437, table 1); of 2,788 k in all
+    Run("DeepSeek-V3, arXiv:2412.19437, fp8", "h800", 2048, {"kind": "deepseek_v3", "preset": "deepseek_v3"}, 4096, 1,
+        120, {**_INTERLEAVED, "pipeline": 16, "expert": 64}, "selective", "fp8", 14.8e12 / (2.664e6 * 3600), 129_280,
+        "DualPipe hides an all-to-all that goes to 4 nodes at most"),
+    Run(f"DeepSeek-V3, {_BRIDGE}, fp8", "b200", 256, {"kind": "deepseek_v3", "preset": "deepseek_v3"}, 4096, 1, 128,
+        {"data": "zero2", "pipeline": 16, "expert": 8}, "selective", "fp8", 2_139, 129_280,
+        "experts of width 2,048"),
+    Run("DeepSeek-V3, torchtitan 2026-03, bf16; layout assumed", "b200", 256,
+        {"kind": "deepseek_v3", "preset": "deepseek_v3"}, 4096, 4, 4, {**_SHARDED, "expert": 32}, "full", "bf16", 859,
+        129_280, "no pipeline; the layout is not published"))
+"""Sources: docs.nvidia.com/nemo/megatron-bridge, performance summary; github.com/yanring/Megatron-MoE-ModelZoo,
+best_practice; docs.nvidia.com/megatron-core, mixture of experts; pytorch.org/blog, 2026-03."""
+
 
 def predicted(run: Run) -> tuple[float, float]:
     """Return the plan's tokens/s per GPU and its MFU."""
-    data = run.gpus // (run.parallel.get("tensor", 1) * run.parallel.get("pipeline", 1)
-                        * run.parallel.get("context", 1))
+    layout = layout_of(run)
+    data = layout.data
     sequences = data * run.micro_sequences * run.micro_batches
     config = build(TrainConfig, {
         "model": run.model, "precision": run.precision, "compile": True,
         "batch": {"global_sequences": sequences, "micro_sequences": run.micro_sequences, "virtual_ranks": data},
-        "parameters": "bf16" if run.model is _405B else "fp32"})
-    layout = Layout(ParallelConfig(**run.parallel), MemoryConfig.model_validate(
-        {"activation_checkpointing": run.kept}), run.micro_sequences, data, run.micro_batches)
-    vocabulary = 100_352 if run.model is _OLMO_7B else 128_256
-    time = step_time(Job(config, vocabulary, run.length), layout, ClusterConfig.model_validate(
+        "parameters": "bf16" if run.model is _405B or run in MIXTURES else "fp32"})
+    time = step_time(Job(config, run.vocabulary, run.length), layout, ClusterConfig.model_validate(
         {"gpus": run.gpus, "gpu": run.gpu}))
     return time.tokens_per_second / run.gpus, time.mfu
+
+
+def layout_of(run: Run) -> Layout:
+    """Return the layout of a run."""
+    parallel = ParallelConfig(**run.parallel)
+    kept = MemoryConfig.model_validate({"activation_checkpointing": run.kept})
+    return Layout(parallel, kept, run.micro_sequences, run.gpus // parallel.unit, run.micro_batches)
+
+
+def mixtures_table() -> list[str]:
+    """Return the lines of the table of mixtures of experts, in Markdown."""
+    lines = ["| mixture of experts | GPUs | layout | tokens/s and GPU, published | the plan | published / plan | |",
+             "|---|---|---|---|---|---|---|"]
+    for run in MIXTURES:
+        speed, _ = predicted(run)
+        lines.append(f"| {run.source} | {run.gpus:,} {run.gpu} | {layout_of(run).describe()} | {run.published:,.0f} | "
+                     f"{speed:,.0f} | {run.published / speed:.0%} | {run.why} |")
+    return lines
 
 
 def main() -> None:
@@ -93,6 +166,8 @@ def main() -> None:
         speed, _ = predicted(run)
         print(f"| {run.source} | {run.gpus:,} {run.gpu} | {run.length:,} | {run.published:,.0f} | {speed:,.0f} | "
               f"{run.published / speed:.0%} |")
+    print()
+    print("\n".join(mixtures_table()))
 
 
 if __name__ == "__main__":

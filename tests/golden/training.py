@@ -35,6 +35,9 @@ FIELDS = {optimizers.KIND.noun: "optimizer", schedules.KIND.noun: "schedule", ob
 """Field of `TrainConfig` by the kind of part that it holds."""
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "schedule wsd": [{}, {"decay_form": "linear", "decay_fraction": 0.5}],
+    "schedule piecewise": [{}, {"pieces": [
+        {"until": 40, "form": "cosine", "final_fraction": 0.3, "decay_until": 70},
+        {"until": 60, "final_fraction": 0.2}, {"until": 90, "form": "linear", "final_fraction": 0.0}]}],
     "schedule cosine": [{}, {"unit": "tokens", "warmup_tokens": 7, "final_fraction": 0.0}],
     "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
     "model family llama": [{}, {"qk_norm": False, "tie_embeddings": True}, {"rope_scaling": {"original_length": 32}}],

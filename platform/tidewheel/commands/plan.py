@@ -55,6 +55,54 @@ def plan_layouts(
     return 0 if first else 2
 
 
+@app.command(name="budget")
+def plan_budget(
+    *,
+    flops: Annotated[float | None, Parameter(help="Training FLOPs, 6 x parameters x tokens, such as 1e21.")] = None,
+    gpus: Annotated[int | None, Parameter(help="Number of GPUs, instead of --flops.")] = None,
+    days: Annotated[float | None, Parameter(help="Days of training on them.")] = None,
+    gpu: Annotated[str, Parameter(help="Kind of the GPUs, as in `tidewheel plan`.")] = "h100",
+    mfu: Annotated[float | None, Parameter(help="Share of their bf16 peak that the run reaches; default: 0.4. "
+                                                "`tidewheel plan` shows a run's own.")] = None,
+    law: Annotated[str, Parameter(help="Scaling law that sets the size: besiroglu (default), chinchilla1, chinchilla2, "
+                                       "chinchilla3, or the law.json of a tw.ScalingLaw.")] = "",
+    parameters: Annotated[float | None, Parameter(help="Size of the model, such as 8e9, instead of the law's.")] = None,
+    batch_tokens: Annotated[float | None, Parameter(help="Tokens of a step, for the learning rate; default: Step "
+                                                         "Law's.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show how many parameters and tokens to train with a budget, at which learning rate and batch size.
+
+    docs/planning.md has the formulas. Every row has its source.
+    """
+    from tidewheel.config import build
+    from tidewheel.errors import ConfigError
+    from tidewheel.plan.hardware import ClusterConfig
+    from tidewheel.plan.scaling import budget as scaling
+
+    if (flops is None) == (gpus is None) or (gpus is None) != (days is None):
+        raise ConfigError("the budget is either FLOPs, or GPUs and days", where="--flops, --gpus, --days",
+                          fix="give --flops 1e21, or --gpus 64 --days 7")
+    how = "--flops"
+    if gpus is not None and days is not None:
+        cluster = build(ClusterConfig, {"gpus": gpus, "gpu": gpu, "nodes_of": 1}, where="--gpu")
+        share = scaling.DEFAULT_MFU if mfu is None else mfu
+        flops = scaling.flops_of(cluster, days, share)
+        how = f"{gpus:,} x {cluster.gpu} for {days:g} days at {100 * share:g} % MFU"
+    item = scaling.budget(flops or 0.0, how, law=law, parameters=parameters, batch_tokens=batch_tokens)
+    if as_json:
+        print(json.dumps(scaling.as_json(item), indent=2))
+        return 0
+    best = item.chosen.optimum
+    print_table(scaling.law_rows(item), title=f"{item.flops:.3g} FLOPs ({item.how})")
+    print_table(scaling.rate_rows(item.rates, best.tokens),
+                title=f"{scaling.short(best.parameters)} parameters on {scaling.short(best.tokens)} tokens "
+                      f"({item.chosen.law})")
+    for note in item.notes:
+        print(note)
+    return 0
+
+
 @app.command(name="goodput")
 def plan_goodput(
     config: Annotated[str | None, Parameter(help="A YAML file with the sizes, intervals and constants; the defaults "

@@ -7,7 +7,9 @@ of operands.
 from __future__ import annotations
 
 from tidewheel.models.family import Model
+from tidewheel.models.moe.family import MixtureFamily
 from tidewheel.plan.layout import Job, Layout
+from tidewheel.plan.routing import routing
 
 
 def share_recomputed(job: Job, layout: Layout) -> float:
@@ -43,6 +45,9 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
       recomputed. With tensor parallelism also the outputs of the collectives: two gathered inputs and two scattered
       outputs.
 
+    In a mixture of experts F is the width of all experts of a token, and the rows that go to experts and come from them
+    are kept, 2 a D for each expert of a token. Widths are averages over the blocks.
+
     With context parallelism by all_gather, keys and values of whole rows are kept; by ring, only this rank's.
 
     Args:
@@ -59,22 +64,23 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
     if kind == "offload":
         return 0.0
     query = model.num_heads * model.head_width / tensor
-    key, inner = model.kv_heads * model.head_width / tensor, model.ffn_width / tensor
+    key, inner = model.kv_heads * model.head_width / tensor, inner_width(job) / tensor
+    rows = job.routing.copies * dim  # all ranks of tensor parallelism have whole rows
     result = a * query + 4 * model.num_heads / tensor
     if kind == "selective":
-        widths = [query, key, key, dim / tensor, *[inner] * ffn.inputs, dim / tensor]
+        widths = [query, key, key, dim / tensor, *[inner] * ffn.inputs, rows or dim / tensor]
         saved = sum(width for width, kept in zip(widths, _products_kept(model, layout)) if kept)
         gathered = job.residual_bytes if job.config.precision == "fp8" else a
         collectives = 2 * dim * (gathered + a / tensor) if tensor > 1 else 0.0
         return residual + result + a * saved + collectives
     attention = a * (query + 2 * key * _kept_keys(job, layout)) + result if kind != "attention" else 0.0
     if job.config.compile:
-        inside = ffn.kept_compiled * a * inner if kind != "feed_forward" else 0.0
+        inside = ffn.kept_compiled * a * inner + 2 * a * rows if kind != "feed_forward" else 0.0
         return residual + a * dim / tensor + 2 * a * dim + attention + inside
     cast = a < job.residual_bytes or job.weight_bytes > a
     of_attention = job.residual_bytes if kind == "attention" else (3 if cast else 1) * a
     of_ffn = job.residual_bytes if kind == "feed_forward" else (ffn.inputs if cast else 1) * a
-    inside = ffn.kept * a * inner if kind != "feed_forward" else 0.0
+    inside = ffn.kept * a * inner + 2 * a * rows if kind != "feed_forward" else 0.0
     return 2 * 4 * dim / tensor + (of_attention + of_ffn) * dim + attention + inside
 
 
@@ -105,7 +111,7 @@ def computed_again(job: Job, layout: Layout) -> tuple[float, float, float]:
     if kind in ("full", "offload", "every_nth"):
         share = share_recomputed(job, layout)
         return share, share, share
-    sizes, traffic = product_sizes(model), traffic_of_parts(job, layout.parallel.tensor)
+    sizes, traffic = product_sizes(job), traffic_of_parts(job, layout.parallel.tensor)
     if kind == "selective":
         recomputed = sum(size for size, kept in zip(sizes, _products_kept(model, layout)) if not kept)
         return recomputed / sum(sizes), 1.0, 0.0
@@ -125,7 +131,8 @@ def traffic_of_parts(job: Job, tensor: int) -> dict[str, float]:
     """Return the bytes per token and block that a forward pass moves outside matrix products and attention.
 
     With element-wise operations fused: a residual is read with the branch that is added, written and normed, (2 r + 2
-    a) D/T, twice; RoPE, in attention, reads and writes 2 a (H + K) E/T; SwiGLU 3 a F/T.
+    a) D/T, twice; RoPE, in attention, reads and writes 2 a (H + K) E/T; SwiGLU 3 a F/T. For each expert of a token a
+    row is read and written on its way to the expert, and read on its way back, 3 a D.
 
     Args:
         job: the run.
@@ -134,18 +141,33 @@ def traffic_of_parts(job: Job, tensor: int) -> dict[str, float]:
     model, a, r = job.model, job.compute_bytes, job.residual_bytes
     turned = (model.num_heads + model.kv_heads) * model.head_width
     return {"norms": 2 * (2 * r + 2 * a) * model.dim / tensor, "attention": 2 * a * turned / tensor,
-            "feed_forward": (model.FEED_FORWARD.inputs + 1) * a * model.ffn_width / tensor}
+            "feed_forward": ((model.FEED_FORWARD.inputs + 1) * a * inner_width(job) / tensor
+                             + 3 * a * job.routing.copies * model.dim)}
 
 
-def product_sizes(model: Model) -> list[int]:
-    """Return the parameters of a block's matrices, in the order of `product_names`."""
+def inner_width(job: Job) -> float:
+    """Return the width of a feed-forward's inner tensors per token, averaged over the blocks."""
+    return job.costs.inner / job.model.num_layers
+
+
+def product_sizes(job: Job) -> list[float]:
+    """Return the parameters of a block's matrices that multiply a token, in the order of `product_names`.
+
+    Attention with other matrices than queries, keys, values and output has them in these four's proportions.
+    """
+    model, matrices = job.model, job.model.FEED_FORWARD.inputs + 1
     query, key = model.num_heads * model.head_width, model.kv_heads * model.head_width
-    widths = [query, key, key, query, *[model.ffn_width] * (model.FEED_FORWARD.inputs + 1)]
-    return [model.dim * width for width in widths]
+    attention = [float(model.dim * width) for width in (query, key, key, query)]
+    if isinstance(model, MixtureFamily):
+        attention = [size * model.attention_matrices / sum(attention) for size in attention]
+    of_ffn = job.costs.active / model.num_layers - sum(attention)
+    return [*attention, *[of_ffn / matrices] * matrices]
 
 
 def product_names(model: Model) -> list[str]:
     """Return the names of a block's matrices, in the order in which a block computes their products."""
+    if routing(model).copies:
+        return [*ATTENTION, "ffn.experts.w1", "ffn.experts.w3", "ffn.experts.w2"]
     cuts = {name: cut for name, cut in model.tensor_parallel(0).items() if name not in ATTENTION}
     return [*ATTENTION, *(name for kind in ("columns", "rows") for name, cut in cuts.items() if cut == kind)]
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tidewheel.plan.activations import repeated_keys, share_recomputed
+from tidewheel.plan.experts import all_to_all, rows_bytes
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.layout import Held, Job, Layout, Share
+from tidewheel.plan.offload import Transfers
 
 FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Number of times that (N-1)/N of the bytes pass a rank's link."""
@@ -87,6 +89,7 @@ def groups(cluster: ClusterConfig, layout: Layout) -> dict[str, Group]:
     inner = p.tensor
     return {"tensor": group(cluster, p.tensor, 1), "context": group(cluster, p.context, inner),
             "shard": group(cluster, layout.shards, inner),  # FSDP2 shards over context ranks too
+            "experts": group(cluster, layout.shards // p.expert, inner * p.expert),
             "replicate": group(cluster, p.replicate, inner * layout.shards),
             "data": group(cluster, layout.data * p.context, inner),
             "pipeline": group(cluster, p.pipeline, layout.data * p.context * inner)}
@@ -167,6 +170,27 @@ def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis
     return _axis("context", context, calls, layout.micro_batches)
 
 
+def expert_axis(job: Job, layout: Layout, share: Share, cluster: ClusterConfig) -> Axis:
+    """Return the communication of expert parallelism; computation overlaps none of it.
+
+    In every block rows go to their experts and come back, and so do their gradients; recomputed blocks send them again.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        share: the pipeline rank's part of the model.
+        cluster: the cluster.
+    """
+    exchange = all_to_all(cluster, layout)
+    size = rows_bytes(job, layout)
+    if exchange.ranks == 1 or not size:
+        return Axis("expert", 1, False, 0.0, 0.0, 0.0)
+    times = layout.micro_batches * share.blocks * (4 + 2 * share_recomputed(job, layout))
+    seconds = times * exchange.seconds(size)
+    return Axis("expert", exchange.ranks, exchange.across > 0, times * size * (exchange.inside + exchange.across),
+                seconds, seconds)
+
+
 def pipeline_axis(job: Job, layout: Layout, cluster: ClusterConfig, pipeline: Group) -> Axis:
     """Return the communication of pipeline parallelism, counted as not overlapped.
 
@@ -190,7 +214,8 @@ def pipeline_axis(job: Job, layout: Layout, cluster: ClusterConfig, pipeline: Gr
     return Axis("pipeline", p.pipeline, not inside, times * size, seconds, seconds)
 
 
-def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], forward: float, backward: float) -> Axis:
+def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], forward: float, backward: float,
+              copies: Transfers) -> Axis:
     """Return the communication of data parallelism (arXiv:1910.02054, section 7; FSDP, arXiv:2304.11277).
 
     ddp all-reduces gradients once per step, overlapped by the last backward pass. zero1 also all-gathers the
@@ -206,6 +231,7 @@ def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], for
         found: groups of a rank by axis.
         forward: seconds of computation in the forward pass of a micro-batch, which a gather may overlap.
         backward: seconds of computation in its backward pass, which a reduction may overlap.
+        copies: copies to and from host memory, which precede gathers and follow reductions (`plan.offload`).
     """
     p, number = layout.parallel, layout.micro_batches
     if not layout.sharded:
@@ -221,10 +247,14 @@ def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], for
             grads, exposed = grads + rows, exposed + rows
         return Axis("data", ranks.ranks, ranks.on_a_node < ranks.ranks, moved, grads,
                     exposed if ranks.ranks > 1 else 0.0)
-    shard, copies = found["shard"], found["replicate"]
+    shard, replicas = found["shard"], found["replicate"]
     sizes = unit_bytes(job, layout, held)
-    gather, reduce = shard.seconds("all_gather", sizes.forward), shard.seconds("reduce_scatter", sizes.reduced)
-    again = shard.seconds("all_gather", sizes.backward)
+    own = found["experts"]  # ranks with the same experts
+    gather = shard.seconds("all_gather", sizes.forward) + own.seconds("all_gather", sizes.experts) + copies.forward
+    reduce = (shard.seconds("reduce_scatter", sizes.reduced) + own.seconds("reduce_scatter", sizes.experts_reduced)
+              + copies.gradients)
+    again = (shard.seconds("all_gather", sizes.backward) + own.seconds("all_gather", sizes.experts_again)
+             + copies.backward)
     gathers = 1 if p.pipeline > 1 and p.data == "zero2" else number
     reductions = 1 if layout.reduces_once else number
     share = held.first / held.whole
@@ -235,22 +265,30 @@ def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], for
     if p.pipeline > 1:
         exposed += number * max(0.0, again - backward) + reduce
     else:
-        exposed += reductions * max(last, behind - backward) + (number - reductions) * max(0.0, again - backward)
+        # gradients that are added up on the host hold up the backward pass, except for the first micro-batch's
+        hidden = 1 if copies.added else reductions
+        exposed += hidden * max(last, behind - backward) + (number - hidden) * max(0.0, again - backward)
+        exposed += (reductions - hidden) * (reduce + copies.added)
     seconds = gathers * gather + number * again + reductions * reduce
     moved = sent("all_gather", gathers * sizes.forward + number * sizes.backward, shard.ranks)
     moved += sent("reduce_scatter", reductions * sizes.reduced, shard.ranks)
-    if copies.ranks > 1:
-        size = sizes.reduced / shard.ranks
-        over = copies.seconds("all_reduce", size)
+    moved += sent("all_gather", gathers * sizes.experts + number * sizes.experts_again, own.ranks)
+    moved += sent("reduce_scatter", reductions * sizes.experts_reduced, own.ranks)
+    if replicas.ranks > 1:
+        size = sizes.reduced / shard.ranks + sizes.experts_reduced / own.ranks
+        over = replicas.seconds("all_reduce", size)
         seconds, exposed, moved = seconds + over, exposed + max(0.0, over - backward), moved + sent(
-            "all_reduce", size, copies.ranks)
-    across = shard.on_a_node < shard.ranks or (copies.ranks > 1 and copies.on_a_node < copies.ranks)
+            "all_reduce", size, replicas.ranks)
+    across = shard.on_a_node < shard.ranks or (replicas.ranks > 1 and replicas.on_a_node < replicas.ranks)
     return Axis("data", layout.data * p.context, across, moved, seconds, exposed)
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes that FSDP2 gathers and reduces in the passes of one micro-batch, of whole results."""
+    """Bytes that FSDP2 gathers and reduces in the passes of one micro-batch, of whole results.
+
+    With expert parallelism, routed experts are gathered apart from the rest, by the ranks that have the same ones.
+    """
 
     forward: float
     """Gathered in the forward pass: every unit."""
@@ -259,6 +297,12 @@ class UnitBytes:
     does not read the embedding."""
     reduced: float
     """Reduce-scattered, if the micro-batch is reduced."""
+    experts: float
+    """Gathered in the forward pass for this rank's experts; 0 without expert parallelism, as in the next two."""
+    experts_again: float
+    """Gathered for them in the backward pass."""
+    experts_reduced: float
+    """Reduce-scattered for them."""
 
 
 def unit_bytes(job: Job, layout: Layout, held: Held) -> UnitBytes:
@@ -269,8 +313,12 @@ def unit_bytes(job: Job, layout: Layout, held: Held) -> UnitBytes:
         layout: its layout.
         held: parameters of the rank's part of the model.
     """
-    again = held.blocks if layout.parallel.data == "zero3" else 0.0
-    return UnitBytes(job.gathered_bytes * held.whole, job.gathered_bytes * again, layout.reduced_bytes * held.whole)
+    apart = held.experts_here if held.expert_ranks > 1 else 0.0
+    blocks, whole = held.blocks_here - apart, held.whole_here - apart
+    twice = layout.parallel.data == "zero3"
+    wide, reduced = job.gathered_bytes, layout.reduced_bytes
+    return UnitBytes(wide * whole, wide * blocks * twice, reduced * whole, wide * apart, wide * apart * twice,
+                     reduced * apart)
 
 
 def _axis(name: str, ranks: Group, calls: list[tuple[str, float, float]], micro_batches: int) -> Axis:

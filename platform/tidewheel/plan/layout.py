@@ -7,6 +7,7 @@ from functools import cached_property
 
 from tidewheel.models.costs import LayerCosts
 from tidewheel.models.family import Model
+from tidewheel.plan.routing import Routing, routing
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
@@ -62,6 +63,22 @@ class Job:
     def parameters(self) -> int:
         """Parameters of the whole model."""
         return self.model.parameters(self.vocabulary_size)
+
+    @cached_property
+    def routing(self) -> Routing:
+        """How tokens reach experts."""
+        return routing(self.model)
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """Training FLOPs per token, see `Model.flops_per_token`."""
+        return self.model.flops_per_token(self.vocabulary_size, self.sequence_length)
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int | None, int], ...]:
+        """Attention windows and the number of layers that have each."""
+        found = [self.model.window(layer) for layer in range(self.model.num_layers)]
+        return tuple((window, found.count(window)) for window in dict.fromkeys(found))
 
     @property
     def weight_bytes(self) -> int:
@@ -152,7 +169,7 @@ class Layout:
     def describe(self) -> str:
         """Return the layout as text: "TP 4 x PP 8 x DP 8 zero1"."""
         p = self.parallel
-        sizes = [("TP", p.tensor), ("PP", p.pipeline), ("CP", p.context), ("DP", self.data)]
+        sizes = [("TP", p.tensor), ("PP", p.pipeline), ("CP", p.context), ("DP", self.data), ("EP", p.expert)]
         mesh = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one GPU"
         kind = f" {p.data}" if self.data * p.context > 1 else ""
         return mesh + kind + (f" in {p.replicate} copies" if p.replicate > 1 else "")
@@ -161,13 +178,14 @@ class Layout:
         """Return the settings of the training configuration that select this layout."""
         p = self.parallel
         settings: dict[str, object] = {"parallel.data": p.data}
-        for name in ("tensor", "pipeline", "context", "replicate"):
+        for name in ("tensor", "pipeline", "context", "replicate", *(["expert"] if p.expert > 1 else [])):
             settings[f"parallel.{name}"] = getattr(p, name)
         if p.context > 1:
             settings["parallel.context_method"] = p.context_method
         if p.pipeline > 1:
             settings["parallel.pipeline_schedule"] = p.pipeline_schedule
-        settings["memory.activation_checkpointing"] = self.memory.activation_checkpointing
+        kept = self.memory.model_dump(exclude_unset=True)
+        settings |= {f"memory.{name}": value for name, value in kept.items()}
         settings["batch.micro_sequences"] = self.micro_sequences
         return settings
 
@@ -221,6 +239,10 @@ class Held:
     """Of the final norm and the output matrix, tied or not."""
     is_tied: bool
     """Whether the output matrix is the embedding of the same rank."""
+    experts: float
+    """Of the routed experts of one block, part of `block`."""
+    expert_ranks: int
+    """Ranks that share the experts (`parallel.expert`)."""
 
     @property
     def ends(self) -> float:
@@ -231,6 +253,26 @@ class Held:
     def whole(self) -> float:
         """All parameters."""
         return self.blocks + self.ends
+
+    @property
+    def block_here(self) -> float:
+        """Parameters of a block that a rank computes with: of the routed experts, those of this rank."""
+        return self.block - self.experts * (1 - 1 / self.expert_ranks)
+
+    @property
+    def experts_here(self) -> float:
+        """Parameters of the routed experts of all blocks that a rank computes with."""
+        return self.experts / self.expert_ranks * (self.blocks / self.block)
+
+    @property
+    def blocks_here(self) -> float:
+        """Parameters of all blocks that a rank computes with."""
+        return self.block_here * (self.blocks / self.block)
+
+    @property
+    def whole_here(self) -> float:
+        """All parameters that a rank computes with."""
+        return self.blocks_here + self.ends
 
     @property
     def first(self) -> float:
@@ -259,4 +301,6 @@ def held(job: Job, layout: Layout, share: Share) -> Held:
     # a last stage of its own has a copy of a tied embedding
     is_tied = job.model.tie_embeddings and share.first and share.last and layout.parallel.pipeline == 1
     output = share.last * (job.model.dim + matrix)
-    return Held(block, share.blocks * block, 0.0 if is_tied else share.first * matrix, output, is_tied)
+    experts = job.costs.experts / job.model.num_layers / tensor
+    return Held(block, share.blocks * block, 0.0 if is_tied else share.first * matrix, output, is_tied, experts,
+                layout.parallel.expert)

@@ -7,6 +7,7 @@ checkpointing.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import KEEP_PARAMETERS, Job, Layout
 from tidewheel.plan.memory import Memory, memory
+from tidewheel.plan.offload import host_bytes
 from tidewheel.plan.step_time import StepTime, step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
@@ -41,6 +43,8 @@ class Planned:
     layout: Layout
     memory: Memory
     time: StepTime
+    host: float
+    """Bytes of host memory that a rank takes for offloaded state and activations."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,16 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
     if not candidates:
         raise ConfigError(_none_legal(job, cluster), where=f"{cluster.gpus} GPUs",
                           fix="choose another number of GPUs, or change batch.virtual_ranks or global_sequences")
-    fitting = sorted((Planned(layout, used, step_time(job, layout, cluster)) for layout, used in candidates
-                      if used.total <= cluster.usable_bytes), key=_order)
+    fitting = sorted((_planned(job, layout, used, cluster) for layout, used in candidates
+                      if not _too_much(job, layout, used, cluster)), key=_order)
     best: dict[tuple[object, ...], Planned] = {}
     for planned in fitting:
         best.setdefault(_mesh(planned.layout), planned)
-    own, reason = _own(job, cluster)
+    own_layout, reason = own(job, cluster)
     nearest = min(fitting, key=lambda planned: (_distance(planned.layout, _requested(job, cluster)), _order(planned)),
                   default=None) if reason else None
-    return Ranking(tuple(best.values()), own, reason, nearest, tuple(_refused(job, cluster, candidates, fitting)),
-                   len(candidates))
+    refused = tuple(_refused(job, cluster, candidates, fitting))
+    return Ranking(tuple(best.values()), own_layout, reason, nearest, refused, len(candidates))
 
 
 def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
@@ -113,19 +117,22 @@ def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator
     """Yield the legal layouts of one mesh."""
     data = cluster.gpus // mesh.unit
     kinds: tuple[Data, ...] = get_args(Data) if data * mesh.context > 1 else ("ddp",)
-    for kind in kinds:
-        for replicate in _copies(cluster, mesh, data) if kind in ("zero2", "zero3") else (1,):
-            for schedule in SCHEDULES if mesh.pipeline > 1 else ("1f1b",):
+    offload = job.config.parallel.offload  # a setting that stays, and that only these kinds have
+    for kind in [kind for kind in kinds if not offload or kind in ("zero2", "zero3")]:
+        sharded = kind in ("zero2", "zero3")
+        for replicate in _copies(cluster, mesh, data) if sharded else (1,):
+            sizes = _expert_ranks(job, data // replicate * mesh.context) if sharded else [1]
+            for schedule, expert in itertools.product(SCHEDULES if mesh.pipeline > 1 else ("1f1b",), sizes):
+                if expert > 1 and "zero_bubble" in schedule:
+                    continue
                 parallel = ParallelConfig(
                     data=kind, replicate=replicate, tensor=mesh.tensor, context=mesh.context, pipeline=mesh.pipeline,
-                    pipeline_schedule=schedule, reduce=_reduce(job, kind, mesh.pipeline),
-                    context_method=mesh.context_method,
-                    offload=job.config.parallel.offload and kind in ("zero2", "zero3"),
+                    pipeline_schedule=schedule, expert=expert, reduce=_reduce(job, kind, mesh.pipeline),
+                    context_method=mesh.context_method, offload=offload,
                     async_tensor=job.config.parallel.async_tensor and mesh.tensor > 1)
                 for micro in MICRO_SEQUENCES:
-                    for checkpointing in CHECKPOINTING:
-                        layout = _legal(job, cluster, parallel, MemoryConfig(activation_checkpointing=checkpointing),
-                                        micro)
+                    for kept in _kept(job):
+                        layout = _legal(job, cluster, parallel, kept, micro)
                         if isinstance(layout, Layout):
                             yield layout
 
@@ -148,6 +155,17 @@ def _legal(job: Job, cluster: ClusterConfig, parallel: ParallelConfig, kept: Mem
         return reason
     data = cluster.gpus // parallel.unit
     return Layout(parallel, kept, micro_sequences, data, config.batch.micro_batches(data)[-1])
+
+
+def _expert_ranks(job: Job, shards: int) -> list[int]:
+    """Return the possible numbers of ranks that share the experts."""
+    return legal.divisors(job.routing.experts, shards)
+
+
+def _kept(job: Job) -> list[MemoryConfig]:
+    """Return the settings of activation checkpointing to try: the three usual ones, and the configuration's own."""
+    usual = [MemoryConfig(activation_checkpointing=kind) for kind in CHECKPOINTING]
+    return usual if job.config.memory in usual else [*usual, job.config.memory]
 
 
 def _contexts(job: Job, cluster: ClusterConfig) -> list[int]:
@@ -185,7 +203,13 @@ def _requested(job: Job, cluster: ClusterConfig) -> Layout:
     return Layout(parallel, config.memory, config.batch.micro_sequences, data, config.batch.micro_batches(data)[-1])
 
 
-def _own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
+def own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
+    """Return the configuration's own layout, if it is legal on this number of GPUs, and why it is not or does not fit.
+
+    Args:
+        job: the run.
+        cluster: the cluster.
+    """
     requested = _requested(job, cluster)
     if requested.gpus != cluster.gpus:
         return None, (f"{legal.describe(requested.parallel)} takes a multiple of {requested.parallel.unit} GPUs, not "
@@ -193,11 +217,21 @@ def _own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
     layout = _legal(job, cluster, requested.parallel, requested.memory, requested.micro_sequences)
     if isinstance(layout, str):
         return None, layout
-    planned = Planned(layout, memory(job, layout), step_time(job, layout, cluster))
-    return planned, "" if planned.memory.total <= cluster.usable_bytes else _too_much(planned.memory, cluster)
+    planned = _planned(job, layout, memory(job, layout), cluster)
+    return planned, _too_much(job, layout, planned.memory, cluster)
 
 
-def _too_much(used: Memory, cluster: ClusterConfig) -> str:
+def _planned(job: Job, layout: Layout, used: Memory, cluster: ClusterConfig) -> Planned:
+    return Planned(layout, used, step_time(job, layout, cluster), host_bytes(job, layout))
+
+
+def _too_much(job: Job, layout: Layout, used: Memory, cluster: ClusterConfig) -> str:
+    """Return why a layout does not fit the memory of the GPUs or of the hosts, or ""."""
+    if used.total <= cluster.usable_bytes:
+        host, there = host_bytes(job, layout), cluster.kind.host_memory
+        return "" if host <= there else (
+            f"needs {host / GB:.1f} GB of host memory for each GPU, which has {there / GB:.1f} "
+            "(--assume host_memory_gb=...)")
     largest = sorted(used.parts().items(), key=lambda part: -part[1])[:2]
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in largest)
     return (f"needs {used.total / GB:.1f} GB of the {cluster.usable_bytes / GB:.1f} that a "
@@ -222,7 +256,7 @@ def _refused(job: Job, cluster: ClusterConfig, candidates: list[tuple[Layout, Me
                 continue
             of_this_mesh = [(layout, memory) for layout, memory in candidates
                             if (layout.parallel.tensor, layout.parallel.pipeline) == (tensor, pipeline)]
-            reason = _against_mesh(job, cluster, tensor, pipeline) or _least(cluster, of_this_mesh)
+            reason = _against_mesh(job, cluster, tensor, pipeline) or _least(job, cluster, of_this_mesh)
             near = min(good, key=lambda size: (abs(math.log2(size[0] / tensor)) + abs(math.log2(size[1] / pipeline)),
                                                size), default=None)
             yield Refused(f"TP {tensor} x PP {pipeline} x DP {cluster.gpus // tensor // pipeline}", reason,
@@ -242,12 +276,12 @@ def _against_mesh(job: Job, cluster: ClusterConfig, tensor: int, pipeline: int) 
     return ""
 
 
-def _least(cluster: ClusterConfig, tried: list[tuple[Layout, Memory]]) -> str:
+def _least(job: Job, cluster: ClusterConfig, tried: list[tuple[Layout, Memory]]) -> str:
     if not tried:
         return "no schedule works with the number of micro-batches that a rank would have"
     layout, used = min(tried, key=lambda candidate: candidate[1].total)
     kept = layout.memory.activation_checkpointing
-    return f"even {layout.parallel.data} with checkpointing {kept} {_too_much(used, cluster)}"
+    return f"even {layout.parallel.data} with checkpointing {kept} {_too_much(job, layout, used, cluster)}"
 
 
 def _none_legal(job: Job, cluster: ClusterConfig) -> str:
@@ -262,13 +296,13 @@ def _order(planned: Planned) -> tuple[float, float]:
 
 def _mesh(layout: Layout) -> tuple[object, ...]:
     p = layout.parallel
-    return p.tensor, p.pipeline, p.context, p.data, p.replicate
+    return p.tensor, p.pipeline, p.context, p.data, p.replicate, p.expert
 
 
 def _distance(one: Layout, other: Layout) -> float:
     """Return how much two layouts differ: doublings of each size, plus one per different choice."""
     sizes = sum(abs(math.log2(getattr(one.parallel, name) / getattr(other.parallel, name)))
-                for name in ("tensor", "pipeline", "context", "replicate"))
+                for name in ("tensor", "pipeline", "context", "replicate", "expert"))
     sizes += abs(math.log2(one.micro_sequences / other.micro_sequences))
     choices = [(one.parallel.data, other.parallel.data),
                (one.parallel.pipeline_schedule, other.parallel.pipeline_schedule),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from tidewheel.plan.activations import average_kept, kept_per_token, share_recomputed
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
+from tidewheel.plan.offload import offloads
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 8192
 """Above this many bytes, logits are computed for `CHUNK_TOKENS` tokens at a time; as in `models.loss` on a GPU, which
@@ -67,20 +68,20 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     """
     parallel, weight = layout.parallel, job.weight_bytes
     parts = held(job, layout, share)
-    block, whole, shards = parts.block, parts.whole, layout.shards
-    host = layout.sharded and parallel.offload
+    block, whole, shards = parts.block_here, parts.whole, layout.shards
+    host = offloads(layout)
     gathered = job.gathered_bytes
     loss_gradient = _output_gradient(job, layout, share)
     if layout.sharded:
         rows = whole / shards
         keeps = parallel.data == "zero2"
-        parameters = whole * gathered if keeps else rows * weight
+        parameters = parts.whole_here * gathered if keeps else rows * weight
         copies = rows * weight if keeps else parts.output * gathered
         if host:
             parameters, copies = (parameters, 0.0) if keeps else (0.0, copies)
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
-        gradients = GRADIENT_BYTES * (whole if waiting else 0.0 if host else rows)
+        gradients = GRADIENT_BYTES * (parts.whole_here if waiting else 0.0 if host else rows)
         # the unit in use and the one being prefetched: two blocks, or the embedding and the first block
         moving = 0.0 if keeps else (block + max(block, parts.embedding)) * gathered
         if not waiting:

@@ -12,7 +12,8 @@ from tidewheel.plan import communication
 from tidewheel.plan.activations import computed_again, traffic_of_parts
 from tidewheel.plan.communication import Axis
 from tidewheel.plan.hardware import ClusterConfig, Gpu
-from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
+from tidewheel.plan.layout import Job, Layout, Share, held, shares
+from tidewheel.plan.offload import offloads, transfers, update_seconds
 
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward pass over its forward pass: flash attention recomputes the scores (arXiv:2205.14135,
@@ -84,18 +85,21 @@ def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) ->
     forward, backward = passes(job, layout, cluster, share)
     parameters = held(job, layout, share)
     groups = communication.groups(cluster, layout)
+    again = parameters.blocks if p.data == "zero3" else 0.0
+    copies = transfers(job, layout, parameters.whole, again, gpu)
     axes = (communication.tensor_axis(job, layout, share, groups["tensor"], products(job, layout, gpu, share)),
             communication.context_axis(job, layout, share, groups["context"]),
+            communication.expert_axis(job, layout, share, cluster),
             communication.pipeline_axis(job, layout, cluster, groups["pipeline"]),
-            communication.data_axis(job, layout, parameters, groups, forward, backward))
+            communication.data_axis(job, layout, parameters, groups, forward, backward, copies))
     waiting = bubble(p.pipeline_schedule, p.pipeline, num_micro_batches, p.stages_per_rank)
     compute = num_micro_batches * (forward + backward)
-    inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context"))  # stretches every pass
+    inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context", "expert"))  # stretches every pass
     outside = sum(axis.exposed for axis in axes) - inside
     update = optimizer_seconds(job, layout, parameters.whole, gpu)
     seconds = ((compute + inside) / (1 - waiting) + outside + update) / cluster.efficiency
     tokens = job.config.batch.global_sequences * job.sequence_length
-    flops = job.model.flops_per_token(job.vocabulary_size, job.sequence_length) * tokens
+    flops = job.flops_per_token * tokens
     return StepTime(seconds, compute, waiting, update, axes, flops / seconds / (gpu.peak * layout.gpus),
                     tokens / seconds)
 
@@ -104,8 +108,8 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     """Return the seconds of the forward and the backward pass of one micro-batch; the latter includes recomputation.
 
     Matrix products: 2 FLOPs a parameter and token forward, 4 backward (arXiv:2001.08361, section 2.1). Attention: 4 H
-    E S/2 forward, of the half that is causal, S the length of a document or row. The rest is bound by memory traffic,
-    see `_traffic`.
+    E forward for each key that a token sees: S/2 of a document or row of S tokens, fewer with a window. The rest is
+    bound by memory traffic, see `_traffic`.
 
     Args:
         job: the run.
@@ -117,7 +121,7 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     tokens = layout.micro_sequences * job.sequence_length / p.context
     rate = _rate(job, gpu)
     length = min(job.sequence_length, cluster.document_tokens or job.sequence_length)
-    scores = tokens * share.blocks * 2 * model.num_heads * model.head_width / p.tensor * length
+    scores = tokens * share.blocks * 4 * model.num_heads * model.head_width / p.tensor * seen(job, length)
     scores /= min(rate, gpu.attention)
     elements = tokens * share.blocks * _traffic(job, p.tensor) / gpu.hbm
     of_blocks = products(job, layout, gpu, share)
@@ -155,6 +159,20 @@ def _rate(job: Job, gpu: Gpu) -> float:
     return {"fp32": gpu.fp32, "fp8": gpu.matmul_fp8 or gpu.matmul}.get(job.config.precision, gpu.matmul)
 
 
+def seen(job: Job, length: int) -> float:
+    """Return the number of keys that a token sees, averaged over the tokens of a document and over the layers.
+
+    Args:
+        job: the run.
+        length: tokens of a document.
+    """
+    total = 0.0
+    for window, layers in job.windows:
+        near = min(window or length, length)
+        total += layers * (near - near**2 / (2 * length))  # a token sees as many as are before it, at most `near`
+    return total / job.model.num_layers
+
+
 def _traffic(job: Job, tensor: int) -> float:
     """Return the bytes per token and block that a forward pass moves outside matrix products and attention.
 
@@ -169,7 +187,7 @@ def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> 
     """Return the seconds of the optimizer's update, by memory traffic.
 
     AdamW moves 28 bytes per parameter, 6 more between master weights and bf16 parameters, and 4 for the norm. With
-    offload, parameters and gradients go over the link to the host; the update on the host is not counted.
+    offload, the host's memory carries what `plan.offload` counts.
 
     Args:
         job: the run.
@@ -180,7 +198,7 @@ def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> 
     ranks = layout.shards if layout.sharded else (
         layout.data * layout.parallel.context if layout.parallel.data == "zero1" else 1)
     rows = parameters / ranks
-    if layout.sharded and layout.parallel.offload:
-        return rows * (job.weight_bytes + GRADIENT_BYTES) / gpu.host_link
+    if offloads(layout):
+        return update_seconds(job, rows, gpu)
     extra = 6.0 if job.weight_bytes == 2 else 0.0
     return rows * (OPTIMIZER_TRAFFIC + extra + 4) / gpu.hbm

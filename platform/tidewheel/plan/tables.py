@@ -76,6 +76,9 @@ def memory_rows(plans: Sequence[tuple[str, Planned]]) -> list[Row]:
                                                for title, planned in plans}} for name in names]
     rows.append({"GB on a GPU": "at most at a time", **{title: f"{planned.memory.total / GB:.2f}"
                                                        for title, planned in plans}})
+    if any(planned.host for _, planned in plans):
+        rows.append({"GB on a GPU": "in host memory", **{title: f"{planned.host / GB:.2f}"
+                                                        for title, planned in plans}})
     return rows
 
 
@@ -190,7 +193,8 @@ def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, run_cost: Summar
 
 def _values(planned: Planned) -> dict[str, Any]:
     time = asdict(planned.time)
-    memory = {**planned.memory.parts(), "state": planned.memory.state, "total": planned.memory.total}
+    memory = {**planned.memory.parts(), "state": planned.memory.state, "total": planned.memory.total,
+              "host": planned.host}
     return {"layout": planned.layout.describe(), "settings": planned.layout.settings(),
             "data_ranks": planned.layout.data, "micro_batches": planned.layout.micro_batches,
             "memory": memory, "time": time}

@@ -24,7 +24,7 @@ REFERENCE = "step:"
 
 
 class WorkflowStep(Protocol):
-    """A step of a workflow: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export` or `Call`."""
+    """A step of a workflow: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export`, `ScalingLaw` or `Call`."""
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ from tidewheel.workflow.steps import Call, WorkflowStep
 
 if TYPE_CHECKING:
     from tidewheel.data.pipeline_summary import PipelineSummary
+    from tidewheel.plan.scaling.laws import Law
     from tidewheel.train.loop import TrainResult
 
 SPEC_KEY = "workflow.json"
@@ -73,14 +74,22 @@ class WorkflowResult:
                    if record.kind == "train"}
         return {name: result for name, result in results.items() if result is not None}
 
+    @property
+    def laws(self) -> dict[str, Law]:
+        """Fitted scaling laws, by step name."""
+        from tidewheel.plan.scaling.budget import read_law
+
+        return {name: read_law(storage.join(record.place, "law.json")).law for name, record in self.records.items()
+                if record.kind == "scaling_law"}
+
 
 class Workflow:
     """Steps in the order of their dependencies. Steps that do not depend on each other run at the same time.
 
     Args:
         name: name of the workflow.
-        steps: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export` and `Call` objects. Steps that these read are
-            added by themselves.
+        steps: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export`, `ScalingLaw` and `Call` objects. Steps that
+            these read are added by themselves.
 
     Raises:
         ConfigError: there are no steps.

@@ -133,7 +133,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     result = json.loads(capsys.readouterr().out)
     assert result["run"]["cost"] == pytest.approx(1.5 * result["run"]["gpu_hours"])
     assert result["layouts"][0]["memory"]["total"] < 80e9
-    assert {axis["name"] for axis in result["layouts"][0]["time"]["axes"]} == {"tensor", "context", "pipeline", "data"}
+    assert {axis["name"] for axis in result["layouts"][0]["time"]["axes"]} == {
+        "tensor", "context", "expert", "pipeline", "data"}
 
 
 @pytest.mark.parametrize(("options", "told"), [

@@ -13,7 +13,7 @@ from tidewheel.config import build
 from tidewheel.plan.communication import FACTORS, group, sent
 from tidewheel.plan.hardware import LINK_SHARE, ClusterConfig
 from tidewheel.plan.layout import Job, Layout
-from tidewheel.plan.step_time import bubble, passes, step_time
+from tidewheel.plan.step_time import bubble, passes, seen, step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
@@ -99,6 +99,14 @@ def test_a_roofline_by_hand():
 def test_published_runs_reach_most_of_the_plan(run):
     found, _ = predicted(run)
     assert 0.55 < run.published / found < 1.15
+
+
+@pytest.mark.parametrize(("window", "keys"), [(None, 4096), (8192, 4096), (4096, 3072), (1024, 960)])
+def test_a_window_leaves_fewer_keys(window: int | None, keys: float):
+    """Of 8,192 tokens, the first 4,096 see half of their window on average, the others all of it."""
+    shape = {"kind": "mistral", "preset": "mistral_7b", "sliding_window": window}
+    job = Job(build(TrainConfig, {"model": shape}), 32_000, 8192)
+    assert seen(job, 8192) == pytest.approx(keys, rel=1e-3)
 
 
 def test_recomputation_costs_what_it_computes_again():

@@ -9,6 +9,7 @@ from tidewheel.train.optim.schedule import Schedule
 from tidewheel.train.schedules.constant import Constant as Constant
 from tidewheel.train.schedules.cosine import Cosine as Cosine
 from tidewheel.train.schedules.linear import Linear as Linear
+from tidewheel.train.schedules.piecewise import Piecewise as Piecewise
 from tidewheel.train.schedules.wsd import WSD as WSD
 
 KIND = Kind("schedule", Schedule, __name__, "tidewheel.schedules")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
 from tidewheel.train.optim.schedule import Schedule
-from tidewheel.train.schedules import WSD, Constant, Cosine, Linear
+from tidewheel.train.schedules import WSD, Constant, Cosine, Linear, Piecewise
 
 warmups, ends = st.integers(0, 300), st.floats(0, 1)
 schedules = st.one_of(
@@ -64,6 +64,40 @@ def test_each_form_has_the_known_values():
     linear = rates(100, wsd.model_copy(update={"decay_form": "linear"}))
     assert linear[84] == pytest.approx(2.0 * 0.75)
     assert max(rates(4, Cosine(warmup_steps=10))) == 2.0, "a run shorter than its warm-up reaches its peak"
+
+
+def test_pieces_follow_each_other():
+    """As DeepSeek-V3's: constant, a cosine, constant, and a lower constant (arXiv:2412.19437, section 4.2)."""
+    found = rates(200, Piecewise(warmup_steps=10, pieces=[
+        {"until": 100}, {"until": 140, "form": "cosine", "final_fraction": 0.1}, {"until": 180, "final_fraction": 0.1},
+        {"until": 190, "final_fraction": 0.05}]))
+    assert set(found[9:100]) == {2.0}
+    assert found[119] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5)), "half-way down"
+    assert found[139:180] == pytest.approx([0.2] * 41)
+    assert found[180:] == pytest.approx([0.1] * 20), "the last piece goes on to the end"
+
+
+@given(warmups, ends, st.integers(20, 400))
+def test_a_single_piece_is_the_form_itself(warmup: int, final: float, steps: int):
+    for form, plain in (("cosine", Cosine), ("linear", Linear)):
+        piece = {"until": steps, "form": form, "final_fraction": final}
+        assert rates(steps, Piecewise(warmup_steps=warmup, pieces=[piece])) == pytest.approx(
+            rates(steps, plain(warmup_steps=warmup, final_fraction=final)))
+
+
+def test_a_piece_may_end_before_its_form_does():
+    """As OLMo 2's: a cosine over 500 steps that ends at 400."""
+    piece = {"until": 400, "form": "cosine", "final_fraction": 0.1, "decay_until": 500}
+    short = rates(400, Piecewise(warmup_steps=10, pieces=[piece]))
+    assert short == pytest.approx(rates(500, Cosine(warmup_steps=10, final_fraction=0.1))[:400])
+
+
+@pytest.mark.parametrize(("pieces", "message"), [
+    ([], "no pieces"), ([{"until": 50}, {"until": 50}], "one after the other"),
+    ([{"until": 20}, {"until": 50}], "within the warm-up"), ([{"until": 50, "decay_until": 40}], "at least 50")])
+def test_pieces_that_make_no_schedule_are_refused(pieces: list[dict], message: str):
+    with pytest.raises(ConfigError, match=message):
+        Piecewise(warmup_steps=20, pieces=pieces)
 
 
 def test_a_warm_up_in_the_other_unit_is_refused():

@@ -1,0 +1,99 @@
+"""CPU offload (`parallel.offload`): host memory, copies over the link to the host, and the update on the CPU.
+
+FSDP2 keeps a rank's rows of parameters, gradients and optimizer state in pinned host memory. Before each all-gather it
+copies the rows to the GPU in the parameters' dtype, on the stream of the all-gather, so the copy is hidden as far as
+the gather is. After each reduce-scatter it copies the rows of the gradient back. It does not wait for the first of a
+step; later ones it adds up on the CPU, and the backward pass waits meanwhile
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`). The update starts when the last gradient
+has arrived, and nothing overlaps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidewheel.plan.hardware import Gpu
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
+
+HOST_SHARE = 0.24
+"""Share of the host memory's data-sheet bandwidth that PyTorch's unfused AdamW reaches: 84 bytes per parameter in
+1.39 s per billion parameters (arXiv:2101.06840, table 4, PT-CPU) are 60 of the 256 GB/s of a DGX-2's 2 x 6 channels
+of DDR4-2666."""
+UPDATE_TRAFFIC = 84.0
+"""Bytes per fp32 parameter that `torch.optim.AdamW(foreach=True)` moves on a CPU, operation by operation; a test counts
+them. The fused kernel, which moves 28, rounds differently at the ends of shards, see `optimizers.adamw`."""
+CLIP_TRAFFIC = 12.0
+"""Bytes per gradient to take its norm (4) and to scale it (8)."""
+MASTER_TRAFFIC = 6.0
+"""Bytes per parameter between fp32 master weights and bf16 parameters."""
+ADD_TRAFFIC = 12.0
+"""Bytes per gradient to add it to an earlier one."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Seconds of one micro-batch on one rank; all 0 without offload."""
+
+    forward: float = 0.0
+    """Copying rows to the GPU for the forward pass."""
+    backward: float = 0.0
+    """Copying rows to the GPU for the backward pass (zero3)."""
+    gradients: float = 0.0
+    """Copying rows of the gradient to the host."""
+    added: float = 0.0
+    """Adding them to those of an earlier micro-batch, on the CPU."""
+
+
+def offloads(layout: Layout) -> bool:
+    """Return whether the layout keeps its state in host memory."""
+    return layout.sharded and layout.parallel.offload
+
+
+def transfers(job: Job, layout: Layout, whole: float, again: float, gpu: Gpu) -> Transfers:
+    """Return the time of the copies of one micro-batch.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        whole: parameters of this rank's part of the model, before data parallelism.
+        again: those of them that the backward pass gathers once more.
+        gpu: the GPU.
+    """
+    if not offloads(layout):
+        return Transfers()
+    rows, rows_again = whole / layout.shards, again / layout.shards
+    return Transfers(rows * job.weight_bytes / gpu.host_link, rows_again * job.weight_bytes / gpu.host_link,
+                     rows * GRADIENT_BYTES / gpu.host_link, rows * ADD_TRAFFIC / _host_rate(gpu))
+
+
+def update_seconds(job: Job, rows: float, gpu: Gpu) -> float:
+    """Return the seconds of clipping and of the optimizer's update on the CPU.
+
+    Args:
+        job: the run.
+        rows: parameters of this rank's shard.
+        gpu: the GPU, with its share of the host.
+    """
+    extra = MASTER_TRAFFIC if job.weight_bytes == 2 else 0.0
+    return rows * (UPDATE_TRAFFIC + CLIP_TRAFFIC + extra) / _host_rate(gpu)
+
+
+def host_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of host memory of the fullest rank: offloaded state, and offloaded inputs of blocks."""
+    return max(_of_share(job, layout, share) for share in shares(job, layout))
+
+
+def _of_share(job: Job, layout: Layout, share: Share) -> float:
+    size = 0.0
+    if offloads(layout):
+        rows = held(job, layout, share).whole / layout.shards
+        size += rows * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes)
+    if layout.memory.activation_checkpointing == "offload":
+        tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
+        width = job.model.dim * job.residual_bytes / layout.parallel.tensor
+        size += share.in_flight * share.blocks * tokens * width
+    return size
+
+
+def _host_rate(gpu: Gpu) -> float:
+    return HOST_SHARE * gpu.host_bandwidth

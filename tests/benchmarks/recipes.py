@@ -1,0 +1,85 @@
+"""Print the table of docs/recipes.md from the configurations: one row for each recipe.
+
+    python -m tests.benchmarks.recipes
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidewheel.config import load
+from tidewheel.parts import name_of
+from tidewheel.plan.layout import Job
+from tidewheel.plan.scaling.budget import short
+from tidewheel.train.batch_size import BatchSizes
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.optim.schedule import Schedule
+
+FOLDER = Path(__file__).parents[2] / "jobs/configs/recipes"
+
+
+def job_of(path: Path) -> Job:
+    """Return the run of a recipe, with sequences of the model's full length."""
+    config = load(TrainConfig, str(path))
+    assert config.model.vocabulary_size is not None, f"{path.name} does not name its vocabulary"
+    return Job(config, config.model.vocabulary_size, config.model.max_sequence_length)
+
+
+def tokens_of(job: Job) -> int:
+    """Return the tokens of the whole run."""
+    sequences = BatchSizes.of(job.config.batch, job.sequence_length).total(job.config.steps)
+    return sequences * job.sequence_length
+
+
+def row(job: Job) -> list[str]:
+    """Return the cells of a recipe after its name."""
+    config, optimizer = job.config, job.config.optimizer
+    betas = ", ".join(f"{beta:g}" for beta in getattr(optimizer, "betas", ()))
+    sizes = " → ".join(short(size * job.sequence_length) for size in config.batch.sizes)
+    return [f"{short(job.parameters)}", name_of(type(optimizer)), betas, f"{optimizer.learning_rate:.1e}",
+            f"{short(config.schedule.warmup)} {config.schedule.unit}", schedule(config.schedule),
+            f"{optimizer.weight_decay:g}", f"{optimizer.clip_norm:g}", sizes, f"{job.sequence_length:,}",
+            short(tokens_of(job)), config.precision, layout(config)]
+
+
+def schedule(settings: Schedule) -> str:
+    """Return a schedule as text: "cosine to 10 %"."""
+    name = name_of(type(settings))
+    pieces = getattr(settings, "pieces", ())
+    if not pieces:
+        return f"{name} to {100 * getattr(settings, 'final_fraction', 1.0):g} %"
+    parts = []
+    for index, piece in enumerate(pieces):
+        over = f" over {short(piece.decay_until)}" if piece.decay_until else ""
+        until = f" until {short(piece.until)}" if index < len(pieces) - 1 else ""
+        verb = "" if piece.form == "constant" else "to "
+        parts.append(f"{piece.form} {verb}{100 * piece.final_fraction:g} %{over}{until}")
+    return "; ".join(parts)
+
+
+def layout(config: TrainConfig) -> str:
+    """Return number of GPUs and layout as text."""
+    p = config.parallel
+    sizes = [(name, getattr(p, field)) for name, field in (("TP", "tensor"), ("PP", "pipeline"), ("CP", "context"),
+                                                           ("EP", "expert"))]
+    parts = [f"{name} {size}" for name, size in sizes if size > 1]
+    kind = f"{p.data} offload" if p.offload else p.data
+    return " ".join([f"{config.elastic.max_workers:,}:", *parts, kind])
+
+
+HEADER = ("recipe", "parameters", "optimizer", "betas", "peak rate", "warm-up", "schedule", "decay", "clipping",
+          "batch, tokens", "context", "tokens", "precision", "GPUs and layout")
+
+
+def table() -> str:
+    """Return the table as Markdown, the smallest model first."""
+    jobs = {path.stem: job_of(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    for name, job in sorted(jobs.items(), key=lambda item: item[1].parameters):
+        link = f"[{name}](../jobs/configs/recipes/{name}.yaml)"
+        lines.append("| " + " | ".join([link, *row(job)]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

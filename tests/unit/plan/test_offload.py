@@ -1,0 +1,112 @@
+"""CPU offload in a plan: the traffic of the update, the copies, host memory, and a speed as published ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.unit.plan.test_recipes import job_of
+from tidewheel.config import build
+from tidewheel.plan.hardware import GPUS, ClusterConfig
+from tidewheel.plan.layout import Job, Layout, held, shares
+from tidewheel.plan.layouts import own, rank
+from tidewheel.plan.offload import HOST_SHARE, UPDATE_TRAFFIC, host_bytes, transfers, update_seconds
+from tidewheel.plan.step_time import step_time
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.parallel.config import ParallelConfig
+
+CLUSTER = ClusterConfig(gpus=2, gpu="rtx4090", nodes_of=2)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operations on large tensors read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        in_place = func.__name__.split(".")[0].endswith("_")
+        for values in (args, args[0] if in_place and args else out):
+            self.bytes += sum(item.nbytes for item in tree_leaves(values)
+                              if isinstance(item, torch.Tensor) and item.numel() > 1)
+        return out
+
+
+def test_the_traffic_of_an_update_on_a_cpu():
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    parameter.grad = torch.randn(1000)
+    optimizer = torch.optim.AdamW([parameter], foreach=True)
+    optimizer.step()  # allocates the state
+    with Traffic() as counted:
+        optimizer.step()
+    assert counted.bytes == UPDATE_TRAFFIC * parameter.numel()
+
+
+def test_published_update_times():
+    """PyTorch's Adam on a DGX-2 takes 1.39, 2.75, 5.71 and 11.93 s for 1, 2, 4 and 8 billion parameters
+    (arXiv:2101.06840, table 4)."""
+    host = GPUS["h100"].model_copy(update={"host_bandwidth": 256e9})
+    job = Job(build(TrainConfig, {}), 512, 64)
+    for billions, seconds in ((1, 1.39), (2, 2.75), (4, 5.71), (8, 11.93)):
+        assert update_seconds(job, billions * 1e9, host) == pytest.approx(seconds, rel=0.2)
+
+
+def layout(micro_batches: int = 1, data: str = "zero3", offload: bool = True) -> Layout:
+    parallel = ParallelConfig(data=data, reduce="micro_batch", offload=offload)  # type: ignore[arg-type]
+    return Layout(parallel, MemoryConfig(activation_checkpointing="full"), 4, 2, micro_batches)
+
+
+def test_what_passes_the_link_to_the_host():
+    job, gpu = job_of("pretrain_10b_2x24gb"), CLUSTER.kind
+    parts = held(job, layout(), shares(job, layout())[0])
+    copies = transfers(job, layout(), parts.whole, parts.blocks, gpu)
+    rows = job.parameters / 2
+    assert copies.forward == pytest.approx(rows * 4 / 25e9)
+    assert copies.backward == pytest.approx(job.model.num_layers * parts.block / 2 * 4 / 25e9)
+    assert copies.gradients == pytest.approx(rows * 4 / 25e9)
+    assert copies.added == pytest.approx(rows * 12 / (HOST_SHARE * 44.8e9))
+    assert transfers(job, layout(offload=False), parts.whole, parts.blocks, gpu).forward == 0
+
+
+def test_each_further_micro_batch_waits_for_the_host():
+    job = job_of("pretrain_10b_2x24gb")
+    data = {count: step_time(job, layout(count), CLUSTER).axes[-1].exposed for count in (1, 2, 3)}
+    without = {count: step_time(job, layout(count, offload=False), CLUSTER).axes[-1].exposed for count in (1, 2, 3)}
+    added = job.parameters / 2 * 12 / (HOST_SHARE * 44.8e9)
+    assert data[2] - data[1] == pytest.approx(data[3] - data[2])
+    assert data[2] - data[1] > added
+    assert without[2] - without[1] < added
+
+
+def test_offload_takes_the_time_that_it_takes():
+    """10B on one V100 reached 40 of 125 TFLOP/s (arXiv:2101.06840, abstract): 20 to 40 % of the peak is its class."""
+    job = job_of("pretrain_10b_2x24gb")
+    planned, reason = own(job, CLUSTER)
+    assert planned is not None, reason
+    assert 0.2 < planned.time.mfu < 0.4
+    assert planned.time.optimizer > 0.2 * planned.time.seconds, "the update on the host is not free"
+
+
+def test_host_memory_is_counted_and_can_be_too_little():
+    job = job_of("pretrain_10b_2x24gb")
+    planned, _ = own(job, CLUSTER)
+    assert planned is not None
+    inputs = job.model.num_layers * 16 * 2048 * job.model.dim * 4
+    assert planned.host == host_bytes(job, planned.layout) == pytest.approx(job.parameters / 2 * 16 + inputs)
+    small = ClusterConfig(gpus=2, gpu="rtx4090", nodes_of=2, host_memory_gb=64)
+    _, reason = own(job, small)
+    assert "needs 109.9 GB of host memory for each GPU, which has 64.0" in reason
+    assert not rank(job, small).fitting
+
+
+def test_layouts_of_an_offloaded_run_are_offloaded():
+    ranking = rank(job_of("pretrain_10b_2x24gb"), CLUSTER)
+    assert {item.layout.parallel.offload for item in ranking.fitting} == {True}
+    assert {item.layout.parallel.data for item in ranking.fitting} <= {"zero2", "zero3"}
