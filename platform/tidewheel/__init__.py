@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tidewheel.train.optim.schedule import Schedule
     from tidewheel.train.step import MicroBatch
     from tidewheel.workflow.pipeline import Pipeline
-    from tidewheel.workflow.steps import Call, Evaluate, Export, Tokenizer
+    from tidewheel.workflow.steps import Call, Evaluate, Export, Reference, Tokenizer
     from tidewheel.workflow.sweep import ScalingLaw, sweep
     from tidewheel.workflow.training import Train
     from tidewheel.workflow.workflow import Workflow
@@ -78,6 +78,7 @@ _HOMES = {
     "Call": "tidewheel.workflow.steps",
     "Evaluate": "tidewheel.workflow.steps",
     "Export": "tidewheel.workflow.steps",
+    "Reference": "tidewheel.workflow.steps",
     "Tokenizer": "tidewheel.workflow.steps",
     "Pipeline": "tidewheel.workflow.pipeline",
     "ScalingLaw": "tidewheel.workflow.sweep",
@@ -111,10 +112,10 @@ _MODULES = {
 
 __all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "Failure", "FeedForwardShape",
            "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model", "Objective", "Optimizer",
-           "Outputs", "Pipeline", "Reader", "Record", "Reward", "RewardProcess", "Rope", "Sample", "ScalingLaw",
-           "Schedule", "Scores", "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError", "Tokenizer",
-           "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models",
-           "objectives", "optimizers", "rewards", "schedules", "sweep", "trackers"]
+           "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reward", "RewardProcess", "Rope", "Sample",
+           "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError",
+           "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
+           "models", "objectives", "optimizers", "rewards", "schedules", "sweep", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -20,7 +20,7 @@ import cyclopts
 from cyclopts import Parameter
 
 import tidewheel
-from tidewheel.commands import checkpoint, cluster, data, k8s, logs, plan, score, shards, workflow
+from tidewheel.commands import checkpoint, cluster, data, k8s, logs, plan, reference, score, shards, workflow
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import Output, console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
@@ -46,6 +46,7 @@ for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.clu
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)
+app.command(reference.reference)
 app.command(score.score)
 
 
@@ -218,16 +219,17 @@ def evaluate(
     device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; default: the first GPU, or else cpu.")] = "",
     as_json: AsJson = False,
 ) -> int:
-    """Show loss, perplexity and bits per byte of a checkpoint, from any number of workers and any layout."""
+    """Show loss, perplexity and bits per byte of a checkpoint, from any number of workers and any layout.
+
+    On preference pairs, show the loss and the metrics of the run's objective.
+    """
     from tidewheel.inference.evaluate import Evaluator
 
     evaluator = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device)
     if positions:
         return _by_position(evaluator, source, positions, as_json)
     evaluation = evaluator.evaluate(source)
-    rows = [{"set": name or "validation", "loss": round(score.loss, 4), "perplexity": round(score.perplexity, 2),
-             "bits per byte": None if score.bits_per_byte is None else round(score.bits_per_byte, 4),
-             "tokens": score.tokens} for name, score in evaluation.scores.items()]
+    rows = [{"set": name or "validation", **score.shown()} for name, score in evaluation.scores.items()]
     if as_json:
         print(json.dumps({"checkpoint": evaluation.checkpoint, "step": evaluation.step, "loss": evaluation.loss,
                           "sets": rows}))

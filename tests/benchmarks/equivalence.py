@@ -186,6 +186,8 @@ EXPERT_ROWS: list[Row] = [
     Row("Experts, EP 2, activations selective", 2, ("parallel.data=zero2", "parallel.expert=2",
                                                     "memory.activation_checkpointing=selective"), AUXILIARY),
     Row("Experts, EP 2, compiled", 2, ("parallel.data=zero3", "parallel.expert=2", "compile=true"), AUXILIARY),
+    *(Row(f"Experts, EP 2 x ZeRO-3 2, {kind}", 4, ("parallel.data=zero3", "parallel.expert=2"),
+          (*MIXTURE, f"optimizer.kind={kind}")) for kind in ("adafactor", "lion")),
     *(Row(f"Experts, {name}", 4, ("parallel.data=zero3", *layout), MIXTURE) for name, layout in (
         ("EP 4", ("parallel.expert=4",)), ("EP 2 x ZeRO-3 2", ("parallel.expert=2",)),
         ("EP 2 x HSDP 2", ("parallel.expert=2", "parallel.replicate=2")),

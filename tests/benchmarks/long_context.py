@@ -138,7 +138,7 @@ def row(tokens: int, ranks: int, documents: str) -> None:
                 "seconds a step": f"{max(rank['seconds'] for rank in found):.1f}",
                 "peak memory, MiB": f"{max(rank['peak'] for rank in found):.0f}",
                 "beyond the model, MiB": f"{max(rank['beyond'] for rank in found):.0f}"})
-    print_table(table, title=f"A step on a row of {tokens:,} tokens ({documents}), {ranks} processes, width 128")
+    print_table(table, title=f"A step on one row, {tokens:,} tokens ({documents}), {ranks} processes, width 128")
     losses = [float(line["loss"]) for line in table]
     if max(losses) - min(losses) > 1e-5 * max(losses):
         raise SystemExit(f"the methods disagree: {losses}")

@@ -1,4 +1,4 @@
-"""Print the table of docs/recipes.md from the configurations: one row for each recipe.
+"""Print the tables of docs/recipes.md from the configurations: one row for each recipe, and plans of the small ones.
 
     python -m tests.benchmarks.recipes
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidewheel.config import load
+from tidewheel.config import build, load
 from tidewheel.parts import name_of
+from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import Job
+from tidewheel.plan.layouts import own
 from tidewheel.plan.scaling.budget import short
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
@@ -81,5 +83,30 @@ def table() -> str:
     return "\n".join(lines)
 
 
+SMALL = (("fine-tune 7B on four GPUs of 80 GB", "finetune_7b_4x80gb", 4, "a100"),
+         ("pretrain 70B on 64 H100 at 4,096 tokens, keeping every fourth block", "pretrain_70b_64xh100", 64, "h100"),
+         ("10B on two cards of 24 GB, with offload", "pretrain_10b_2x24gb", 2, "rtx4090"))
+"""What people ask for, the recipe, and its GPUs."""
+
+
+def small_table() -> str:
+    """Return the plans of the small recipes as Markdown."""
+    lines = ["| what people ask | recipe | planned |", "|---|---|---|"]
+    for question, name, gpus, gpu in SMALL:
+        cluster = build(ClusterConfig, {"gpus": gpus, "gpu": gpu, "nodes_of": min(8, gpus)})
+        planned, reason = own(job_of(FOLDER / f"{name}.yaml"), cluster)
+        assert planned is not None, reason
+        assert not reason, reason
+        host = f", {planned.host / GB:.0f} GB of host memory" if planned.host else ""
+        time = planned.time
+        lines.append(
+            f"| {question} | [{name}](../jobs/configs/recipes/{name}.yaml) | {gpus} {gpu}: "
+            f"{planned.memory.total / GB:.0f} GB a GPU{host}, {time.seconds:.1f} s a step, "
+            f"{time.tokens_per_second:,.0f} tokens/s, {100 * time.mfu:.0f} % MFU |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(table())
+    print()
+    print(small_table())

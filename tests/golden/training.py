@@ -33,12 +33,22 @@ KINDS: tuple[Kind[Any], ...] = (optimizers.KIND, schedules.KIND, objectives.KIND
 FIELDS = {optimizers.KIND.noun: "optimizer", schedules.KIND.noun: "schedule", objectives.KIND.noun: "objective",
           families.KIND.noun: "model"}
 """Field of `TrainConfig` by the kind of part that it holds."""
+SMOOTH = {"label_smoothing": 0.1}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "schedule wsd": [{}, {"decay_form": "linear", "decay_fraction": 0.5}],
     "schedule piecewise": [{}, {"pieces": [
         {"until": 40, "form": "cosine", "final_fraction": 0.3, "decay_until": 70},
         {"until": 60, "final_fraction": 0.2}, {"until": 90, "form": "linear", "final_fraction": 0.0}]}],
     "schedule cosine": [{}, {"unit": "tokens", "warmup_tokens": 7, "final_fraction": 0.0}],
+    "objective dpo": [{"loss": "sigmoid", "chunk_tokens": 5}, {"loss": "sigmoid", "sft_weight": 0.5, **SMOOTH},
+                      *({"loss": loss} for loss in ("hinge", "ipo", "nca_pair", "sigmoid_norm", "apo_zero", "apo_down",
+                                                    "discopop", "bco_pair", "sppo_hard")),
+                      *({"loss": loss, **SMOOTH} for loss in ("robust", "exo_pair")),
+                      *({"divergence": name} for name in ("forward_kl", "js", "alpha"))],
+    "objective cpo": [{"loss": "sigmoid", **SMOOTH}, {"loss": "hinge"}, {"loss": "ipo"}],
+    "objective simpo": [{}, {"sft_weight": 0.5, **SMOOTH}],
+    "objective kto": [{}, {"loss": "apo_zero_unpaired", "undesirable_weight": 1.5}],
+    "objective reward_model": [{"margin": 0.3, "center": 0.1}, {"head": "process", "step_token": 21}],
     "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
     "model family llama": [{}, {"qk_norm": False, "tie_embeddings": True}, {"rope_scaling": {"original_length": 32}}],
     "model family mistral": [{"sliding_window": 5}],
@@ -154,12 +164,11 @@ def _schedule(part: Any) -> Rows:
 
 
 def _objective(part: Any) -> Rows:
-    """The sums and gradients for 24 tokens of fixed hidden states and an output matrix of 40 rows."""
-    hidden = _waves((2, 12, 16), 0.83, 1).sin().float().requires_grad_()
-    weight = _waves((40, 16), 0.29, 2).sin().float().requires_grad_()
-    tokens = (torch.arange(24) * 7 % 40).view(2, 12)
-    targets = torch.where(torch.arange(24).view(2, 12) % 5 == 4, IGNORED, tokens)
-    batch = MicroBatch(tokens, tokens, torch.zeros_like(tokens), targets, 0, 24, int((targets >= 0).sum()))
+    """The sums and gradients for rows of 12 tokens, of fixed hidden states and an output matrix of 40 rows."""
+    batch = _batch() if part.parts == 1 else _pairs(part.parts)
+    tokens, targets = batch.tokens, batch.targets
+    hidden = _waves((len(tokens), 12, 16), 0.83, 1).sin().float().requires_grad_()
+    weight = _waves((part.HEAD or 40, 16), 0.29, 2).sin().float().requires_grad_()
     bound = part.bound(batch)
 
     def logits(states: torch.Tensor) -> torch.Tensor:
@@ -174,6 +183,26 @@ def _objective(part: Any) -> Rows:
     assert weight.grad is not None
     return {"sums": [*values.tolist(), float(part.count(batch))], "hidden": hidden.grad.flatten()[:64].tolist(),
             "weight": weight.grad.flatten()[:64].tolist()}
+
+
+def _batch() -> MicroBatch:
+    """Return two rows of 12 tokens, some without a target."""
+    tokens = (torch.arange(24) * 7 % 40).view(2, 12)
+    targets = torch.where(torch.arange(24).view(2, 12) % 5 == 4, IGNORED, tokens)
+    return MicroBatch(tokens, tokens, torch.zeros_like(tokens), targets, 0, 24, int((targets >= 0).sum()))
+
+
+def _pairs(parts: int) -> MicroBatch:
+    """Return two pairs of rows of up to 12 tokens, whose answers begin at the fourth token."""
+    rows = 2 * parts
+    tokens = (torch.arange(12 * rows) * 7 % 40).view(rows, 12)
+    places = torch.arange(12)[None]
+    lengths = torch.tensor([12, 7, 9, 10, 8, 11])[:rows, None]
+    segments = torch.where(places < lengths, 0, -1)
+    targets = torch.where(places >= 2, next_tokens(tokens, segments), IGNORED)
+    reference = _waves((2, parts), 1.7, 3).sin().float() * 3 - 25
+    return MicroBatch(tokens, places.expand_as(tokens), segments, targets, 0, int((segments >= 0).sum()),
+                      int((targets >= 0).sum()), parts=parts, reference=reference)
 
 
 def _model(part: Any) -> Rows:

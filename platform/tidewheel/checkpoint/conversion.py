@@ -153,16 +153,21 @@ def save_weights(target: Store, config: Model, weights: dict[str, torch.Tensor],
                            fix="check that the folder can be written to, then give the command again")
 
 
-def model_of(manifest: CheckpointManifest, where: str) -> tuple[Model, int]:
+def model_of(manifest: CheckpointManifest, where: str, *, any_head: bool = False) -> tuple[Model, int]:
     """Return the model's configuration and vocabulary size.
 
     Args:
         manifest: the checkpoint's manifest.
         where: location for error messages.
+        any_head: accept a model with an objective's head in the place of logits.
 
     Raises:
-        CheckpointError: this version does not know the model in the checkpoint.
+        CheckpointError: this version does not know the model in the checkpoint, or it gives no logits.
     """
+    head = (manifest.extra.get("identity") or {}).get("head")
+    if head and not any_head:
+        raise CheckpointError(f"a model of objective {head}, whose head gives no logits; a decoder is expected",
+                              where=where, fix="give a checkpoint of a decoder; `tidewheel evaluate` takes this one")
     try:
         return (families.of_shape(manifest.extra["identity"]["model"]),
                 manifest.tensors["model/embedding.weight"].shape[0])

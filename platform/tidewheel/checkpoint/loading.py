@@ -78,6 +78,7 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> None:
         raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
                               fix="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
                               "are intact")
+    _same_head(manifest, flat, f"{folder}/{name}")
     _load(store, peers, name, manifest, flat, convert=True)
 
 
@@ -88,6 +89,16 @@ def reason_of(error: BaseException) -> str:
         return f"rank {rank}: {reason_of(inner)}"
     what = f"{error.where}: {error.what}" if isinstance(error, TidewheelError) else str(error)
     return what.splitlines()[0][:300] if what else type(error).__name__
+
+
+def _same_head(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], where: str) -> None:
+    """Raise CheckpointError if a checkpoint has a head in the place of logits, and the tensors to fill do not."""
+    head = (manifest.extra.get("identity") or {}).get("head")
+    output = flat.get("model/output.weight")
+    if head and (output is None or tuple(output.shape) != manifest.tensors["model/output.weight"].shape):
+        raise CheckpointError(f"a model of objective {head}, whose head gives no logits; a decoder is expected",
+                              where=where, fix="give a checkpoint of a decoder, such as the one that this model's own "
+                              "training started from (model.init_from in its run.json)")
 
 
 def _folder_and_name(uri: str) -> tuple[str, str]:

@@ -176,6 +176,7 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
            on_progress: Callable[[dict[str, Any]], None] | None, take_over: bool, stop: Stop) -> TrainResult:
     """Own the run on rank 0, and train on every rank."""
     from tidewheel.checkpoint.manager import CheckpointManager
+    from tidewheel.checkpoint.starting import check_start
     from tidewheel.commit_log import first_generation
     from tidewheel.elastic.trainer import owned_here
     from tidewheel.inference.sample import text_sample
@@ -189,6 +190,7 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
         control: Control = FollowerControl(stop)
         if where.leads:
             run.check_files()
+            check_start(run)
             run.store.check()
             epoch, control = stack.enter_context(owned_here(run, on_progress, take_over, stop))
             tensor = run.config.parallel.tensor

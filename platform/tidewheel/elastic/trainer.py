@@ -73,11 +73,13 @@ def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_o
     finished = run.result()
     if finished is not None:
         return finished
+    from tidewheel.checkpoint.starting import check_start
     from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker
 
     run.check()
     run.check_files()  # before any process starts
+    check_start(run)
     with evaluating(run.config):
         return run_workers(run, run_worker, on_progress, take_over=take_over)
 
@@ -196,6 +198,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         OwnershipError: another driver trains the run, or has taken it over.
     """
     from tidewheel.checkpoint.manager import CheckpointManager
+    from tidewheel.checkpoint.starting import check_start
     from tidewheel.inference.sample import text_sample
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
@@ -207,6 +210,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         return finished
     run.check()
     run.check_files()
+    check_start(run)
     run.store.check()
     with owned_here(run, on_progress, take_over, stop) as (epoch, control):
         generation = first_generation(epoch)

@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Return nats per predicted token over all sets together."""
+        """Return the loss per predicted token, or per pair, over all sets together."""
         return evaluation.overall(self.scores)
 
 
@@ -72,7 +72,7 @@ class Evaluator:
                  device: str = "") -> None:
         run, checkpoints, name = locate(uri)
         self._manifest = read_manifest(checkpoints, name)
-        model, vocabulary_size = conversion.model_of(self._manifest, checkpoints.at(name))
+        model, vocabulary_size = conversion.model_of(self._manifest, checkpoints.at(name), any_head=True)
         self._config = _config(run, self._manifest, as_json(model), data, sequences)
         if not self._config.data.validation_sets:
             raise ConfigError("the run has no validation set", where=run.uri,
@@ -116,6 +116,9 @@ class Evaluator:
             CheckpointError: there is no complete checkpoint, or it is damaged.
             ConfigError: the edges do not rise.
         """
+        if self._config.objective.parts > 1:
+            raise ConfigError("the run is of preference pairs, whose losses are of whole answers", where=uri,
+                              fix="leave --positions out")
         self._load(uri)
         sequences = self._config.evaluation.sequences
         return {data.name: by_position(self._model, data, edges, sequences) for data in self._sets}
@@ -137,7 +140,8 @@ def _config(run: Store, manifest: CheckpointManifest, model: dict[str, Any], dat
         del values["objective"]  # validation is the cross-entropy, which needs none of the user's code
     values["model"] = {**model, "init_from": ""}
     if data is not None:
-        values["data"] = {"validation": dict(data) if "" not in data else data[""]}
+        values["data"] = {"reference": values.get("data", {}).get("reference", ""),
+                          "validation": dict(data) if "" not in data else data[""]}
     if sequences is not None:
         values["evaluation"] = {**values.get("evaluation", {}), "sequences": sequences}
     values["parameters"] = "fp32"  # bf16 weights are the same numbers in fp32

@@ -192,6 +192,16 @@ class Model(HuggingFaceForm):
         return self.ffn_dim or 4 * self.dim
 
     @property
+    def stream_norms(self) -> int:
+        """Return the number of norms of a block that take tensors of width `dim`."""
+        return 2
+
+    @property
+    def normed_heads(self) -> int:
+        """Return the number of query and key heads that a block normalises."""
+        return 0
+
+    @property
     def learned_positions(self) -> int:
         """Return the number of learned positions, which the embedding adds; 0: none."""
         return 0

@@ -34,10 +34,12 @@ def average_kept(job: Job, layout: Layout) -> float:
 def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
     """Return the bytes that one block keeps per token of this rank's micro-batch.
 
-    - none, eager: fp32 inputs of two norms, 2 x 4 D/T; inputs of the products, which autocast casts once per product
-      (llama has five, 5 a D; 2 a D without casts); queries, keys and values, a (H + 2 K) E/T; attention's output,
-      a H E/T, and normalisers, 4 H/T; inner tensors of the feed-forward (SwiGLU has four, 4 a F/T).
+    - none, eager: fp32 inputs of n norms (2; Gemma 4), n 4 D/T, and of those of h query and key heads, 4 h E/T; inputs
+      of the products, which autocast casts once per product (llama has five, 5 a D; 2 a D without casts); queries, keys
+      and values, a (H + 2 K) E/T; attention's output, a H E/T, and normalisers, 4 H/T; inner tensors of the
+      feed-forward (SwiGLU has four, 4 a F/T).
     - none, compiled (what torch's min-cut partitioner saves): two residuals, r D/T + a D/T; two normed inputs, 2 a D;
+      inputs of further norms, (n - 2) a D/T + a h E/T;
       attention as above; SwiGLU 3 a F/T.
     - attention, feed_forward: as none, but of the recomputed part only its input, r D.
     - full, every_nth, offload: the block's input, r D/T (offload: in host memory).
@@ -74,14 +76,17 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
         collectives = 2 * dim * (gathered + a / tensor) if tensor > 1 else 0.0
         return residual + result + a * saved + collectives
     attention = a * (query + 2 * key * _kept_keys(job, layout)) + result if kind != "attention" else 0.0
+    heads = model.normed_heads * model.head_width / tensor if kind != "attention" else 0.0
     if job.config.compile:
+        attention += a * (heads + (model.stream_norms - 2) * dim / tensor)
         inside = ffn.kept_compiled * a * inner + 2 * a * rows if kind != "feed_forward" else 0.0
         return residual + a * dim / tensor + 2 * a * dim + attention + inside
     cast = a < job.residual_bytes or job.weight_bytes > a
     of_attention = job.residual_bytes if kind == "attention" else (3 if cast else 1) * a
     of_ffn = job.residual_bytes if kind == "feed_forward" else (ffn.inputs if cast else 1) * a
     inside = ffn.kept * a * inner + 2 * a * rows if kind != "feed_forward" else 0.0
-    return 2 * 4 * dim / tensor + (of_attention + of_ffn) * dim + attention + inside
+    norms = 4 * (model.stream_norms * dim / tensor + heads)
+    return norms + (of_attention + of_ffn) * dim + attention + inside
 
 
 def repeated_keys(job: Job, layout: Layout) -> float:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tidewheel.errors import ConfigError
-from tidewheel.plan.hardware import GB, ClusterConfig
+from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import KEEP_PARAMETERS, Job, Layout
 from tidewheel.plan.memory import Memory, memory
 from tidewheel.plan.offload import host_bytes
+from tidewheel.plan.refusals import Refused, refusals, too_much
 from tidewheel.plan.step_time import StepTime, step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
@@ -45,15 +46,6 @@ class Planned:
     time: StepTime
     host: float
     """Bytes of host memory that a rank takes for offloaded state and activations."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A mesh that cannot be used, and the nearest one that can."""
-
-    what: str
-    reason: str
-    nearest: str
 
 
 @dataclass(frozen=True)
@@ -86,14 +78,14 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
         raise ConfigError(_none_legal(job, cluster), where=f"{cluster.gpus} GPUs",
                           fix="choose another number of GPUs, or change batch.virtual_ranks or global_sequences")
     fitting = sorted((_planned(job, layout, used, cluster) for layout, used in candidates
-                      if not _too_much(job, layout, used, cluster)), key=_order)
+                      if not too_much(job, layout, used, cluster)), key=_order)
     best: dict[tuple[object, ...], Planned] = {}
     for planned in fitting:
         best.setdefault(_mesh(planned.layout), planned)
     own_layout, reason = own(job, cluster)
     nearest = min(fitting, key=lambda planned: (_distance(planned.layout, _requested(job, cluster)), _order(planned)),
                   default=None) if reason else None
-    refused = tuple(_refused(job, cluster, candidates, fitting))
+    refused = tuple(refusals(job, cluster, candidates, [planned.layout for planned in fitting]))
     return Ranking(tuple(best.values()), own_layout, reason, nearest, refused, len(candidates))
 
 
@@ -123,11 +115,14 @@ def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator
         for replicate in _copies(cluster, mesh, data) if sharded else (1,):
             sizes = _expert_ranks(job, data // replicate * mesh.context) if sharded else [1]
             for schedule, expert in itertools.product(SCHEDULES if mesh.pipeline > 1 else ("1f1b",), sizes):
-                if expert > 1 and "zero_bubble" in schedule:
-                    continue
+                reduce = _reduce(job, kind, mesh.pipeline)
+                dtype = job.config.parallel.reduce_dtype
+                summed_in_bf16 = dtype == "bf16" and replicate > 1 and reduce == "micro_batch"
+                if summed_in_bf16 or (expert > 1 and "zero_bubble" in schedule):
+                    continue  # `ParallelConfig` refuses both
                 parallel = ParallelConfig(
                     data=kind, replicate=replicate, tensor=mesh.tensor, context=mesh.context, pipeline=mesh.pipeline,
-                    pipeline_schedule=schedule, expert=expert, reduce=_reduce(job, kind, mesh.pipeline),
+                    pipeline_schedule=schedule, expert=expert, reduce=reduce, reduce_dtype=dtype,
                     context_method=mesh.context_method, offload=offload,
                     async_tensor=job.config.parallel.async_tensor and mesh.tensor > 1)
                 for micro in MICRO_SEQUENCES:
@@ -218,70 +213,11 @@ def own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
     if isinstance(layout, str):
         return None, layout
     planned = _planned(job, layout, memory(job, layout), cluster)
-    return planned, _too_much(job, layout, planned.memory, cluster)
+    return planned, too_much(job, layout, planned.memory, cluster)
 
 
 def _planned(job: Job, layout: Layout, used: Memory, cluster: ClusterConfig) -> Planned:
     return Planned(layout, used, step_time(job, layout, cluster), host_bytes(job, layout))
-
-
-def _too_much(job: Job, layout: Layout, used: Memory, cluster: ClusterConfig) -> str:
-    """Return why a layout does not fit the memory of the GPUs or of the hosts, or ""."""
-    if used.total <= cluster.usable_bytes:
-        host, there = host_bytes(job, layout), cluster.kind.host_memory
-        return "" if host <= there else (
-            f"needs {host / GB:.1f} GB of host memory for each GPU, which has {there / GB:.1f} "
-            "(--assume host_memory_gb=...)")
-    largest = sorted(used.parts().items(), key=lambda part: -part[1])[:2]
-    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in largest)
-    return (f"needs {used.total / GB:.1f} GB of the {cluster.usable_bytes / GB:.1f} that a "
-            f"{cluster.gpu} can use (largest parts: {parts})")
-
-
-# -- what does not fit -------------------------------------------------------------------------
-
-
-def _refused(job: Job, cluster: ClusterConfig, candidates: list[tuple[Layout, Memory]],
-             fitting: list[Planned]) -> Iterator[Refused]:
-    """Yield the tensor and pipeline sizes for which no layout fits. The remaining ranks are data parallel."""
-    good = {(planned.layout.parallel.tensor, planned.layout.parallel.pipeline) for planned in fitting}
-    for tensor in legal.divisors(cluster.gpus):
-        if tensor > cluster.nodes_of:
-            yield Refused(f"TP {tensor}", f"parallel.tensor {tensor} would span several nodes of {cluster.nodes_of} "
-                                          "GPUs",
-                          f"TP {cluster.nodes_of}")
-            break  # larger ones would too
-        for pipeline in legal.divisors(cluster.gpus // tensor):
-            if (tensor, pipeline) in good:
-                continue
-            of_this_mesh = [(layout, memory) for layout, memory in candidates
-                            if (layout.parallel.tensor, layout.parallel.pipeline) == (tensor, pipeline)]
-            reason = _against_mesh(job, cluster, tensor, pipeline) or _least(job, cluster, of_this_mesh)
-            near = min(good, key=lambda size: (abs(math.log2(size[0] / tensor)) + abs(math.log2(size[1] / pipeline)),
-                                               size), default=None)
-            yield Refused(f"TP {tensor} x PP {pipeline} x DP {cluster.gpus // tensor // pipeline}", reason,
-                          f"TP {near[0]} x PP {near[1]}" if near else "none")
-            if pipeline > job.model.num_layers + 2:
-                break
-
-
-def _against_mesh(job: Job, cluster: ClusterConfig, tensor: int, pipeline: int) -> str:
-    mesh = ParallelConfig(tensor=tensor, pipeline=pipeline)
-    if reason := legal.shape(mesh, job.model, job.vocabulary_size) or legal.length(mesh, job.sequence_length):
-        return reason
-    data, virtual = cluster.gpus // mesh.unit, job.config.batch.virtual_ranks
-    if virtual % data:
-        return (f"{data} data-parallel ranks do not divide batch.virtual_ranks {virtual}; nearest that do: "
-                f"{legal.nearest(data, legal.divisors(virtual))}")
-    return ""
-
-
-def _least(job: Job, cluster: ClusterConfig, tried: list[tuple[Layout, Memory]]) -> str:
-    if not tried:
-        return "no schedule works with the number of micro-batches that a rank would have"
-    layout, used = min(tried, key=lambda candidate: candidate[1].total)
-    kept = layout.memory.activation_checkpointing
-    return f"even {layout.parallel.data} with checkpointing {kept} {_too_much(job, layout, used, cluster)}"
 
 
 def _none_legal(job: Job, cluster: ClusterConfig) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from tidewheel.plan.activations import average_kept, kept_per_token, share_recomputed
-from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
+from tidewheel.plan.held import held
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 from tidewheel.plan.offload import offloads
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 8192
@@ -98,7 +99,7 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         # buckets of the all-reduce, all kept until the last one returns
         moving = layout.reduced_bytes * whole if ranks > 1 else 0.0
     again = max(0.0, kept_per_token(job, layout, "none") - kept_per_token(job, layout))
-    tokens = layout.micro_sequences * job.sequence_length / parallel.context
+    tokens = layout.micro_sequences * job.row_tokens / parallel.context
     activations = tokens * (share.in_flight * share.blocks * average_kept(job, layout) + again)
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
@@ -161,7 +162,7 @@ def _output_gradient(job: Job, layout: Layout, share: Share) -> float:
 
     They are an fp32 gradient from the forward pass on, and the matrix in the dtype of the products.
     """
-    tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
+    tokens = layout.micro_sequences * job.row_tokens / layout.parallel.context
     if not share.last or logit_rows(job, layout, tokens) == tokens:
         return 0.0
     return (4 + job.compute_bytes) * job.vocabulary_matrix / layout.parallel.tensor

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidewheel.plan.hardware import Gpu
-from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
+from tidewheel.plan.held import held
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 
 HOST_SHARE = 0.24
 """Share of the host memory's data-sheet bandwidth that PyTorch's unfused AdamW reaches: 84 bytes per parameter in

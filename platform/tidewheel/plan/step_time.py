@@ -12,7 +12,8 @@ from tidewheel.plan import communication
 from tidewheel.plan.activations import computed_again, traffic_of_parts
 from tidewheel.plan.communication import Axis
 from tidewheel.plan.hardware import ClusterConfig, Gpu
-from tidewheel.plan.layout import Job, Layout, Share, held, shares
+from tidewheel.plan.held import held
+from tidewheel.plan.layout import Job, Layout, Share, shares
 from tidewheel.plan.offload import offloads, transfers, update_seconds
 
 ATTENTION_BACKWARD = 2.5
@@ -98,7 +99,7 @@ def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) ->
     outside = sum(axis.exposed for axis in axes) - inside
     update = optimizer_seconds(job, layout, parameters.whole, gpu)
     seconds = ((compute + inside) / (1 - waiting) + outside + update) / cluster.efficiency
-    tokens = job.config.batch.global_sequences * job.sequence_length
+    tokens = job.config.batch.global_sequences * job.row_tokens
     flops = job.flops_per_token * tokens
     return StepTime(seconds, compute, waiting, update, axes, flops / seconds / (gpu.peak * layout.gpus),
                     tokens / seconds)
@@ -118,7 +119,7 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
         share: the pipeline rank's part of the model.
     """
     p, model, gpu = layout.parallel, job.model, cluster.kind
-    tokens = layout.micro_sequences * job.sequence_length / p.context
+    tokens = layout.micro_sequences * job.row_tokens / p.context
     rate = _rate(job, gpu)
     length = min(job.sequence_length, cluster.document_tokens or job.sequence_length)
     scores = tokens * share.blocks * 4 * model.num_heads * model.head_width / p.tensor * seen(job, length)

@@ -11,6 +11,7 @@ from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import GRADIENT_BYTES, Job
 from tidewheel.plan.layouts import Planned, Ranking
 from tidewheel.plan.memory_tier import MemoryTierCost
+from tidewheel.plan.offload import offloads
 from tidewheel.plan.summary import Summary
 from tidewheel.train.config import TrainConfig
 
@@ -98,7 +99,7 @@ def summary_rows(job: Job, cluster: ClusterConfig, run_cost: Summary) -> list[Ro
         run_cost: cost of the run.
     """
     values = {
-        "model": f"{job.parameters / 1e9:.2f} B parameters; their state "
+        "model": f"{job.parameters / 1e9:.2f} B parameters{_active(job)}; their state "
                  f"{job.parameters * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes) / GB:,.1f} GB",
         "run": f"{job.config.steps:,} steps, {run_cost.tokens / 1e9:,.1f} B tokens",
         "checkpoint": f"{run_cost.checkpoint_bytes / GB:,.1f} GB; stops training {run_cost.save_stall_seconds:.2f} s, "
@@ -113,6 +114,13 @@ def summary_rows(job: Job, cluster: ClusterConfig, run_cost: Summary) -> list[Ro
     if run_cost.cost is not None:
         values["cost"] = f"{run_cost.cost:,.0f}"
     return [{"what": name, "value": value} for name, value in values.items()]
+
+
+def _active(job: Job) -> str:
+    """Return how many parameters multiply a token, for a mixture of experts."""
+    if not job.routing.copies:
+        return ""
+    return f", of which {job.model.matmul_parameters(job.vocabulary_size) / 1e9:.2f} B multiply a token"
 
 
 def _memory_tier(cost: MemoryTierCost | None) -> str:
@@ -155,6 +163,9 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
         print_table(memory_rows(columns), title=f"memory: {cluster.usable_bytes / GB:.1f} GB can be used")
     if ranking.fitting and (axes := communication_rows(ranking.fitting[0])):
         print_table(axes, title="communication of the first")
+    if columns and offloads(columns[0][1].layout):
+        time = columns[0][1].time
+        print(f"offload: the update on the CPU takes {time.optimizer:.1f} of {time.seconds:.1f} s in each step")
     if ranking.refused:
         print_table([asdict(refused) for refused in ranking.refused],
                     title="what does not fit, and the nearest that does")
@@ -181,8 +192,9 @@ def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, run_cost: Summar
         ranking: its layouts.
         run_cost: cost of the run with the first layout, if one fits.
     """
-    return {"model": {"parameters": job.parameters, "vocabulary_size": job.vocabulary_size,
-                      "sequence_length": job.sequence_length},
+    active = job.model.matmul_parameters(job.vocabulary_size)
+    return {"model": {"parameters": job.parameters, "active_parameters": active,
+                      "vocabulary_size": job.vocabulary_size, "sequence_length": job.sequence_length},
             "cluster": cluster.canonical(), "gpu": cluster.kind.canonical(), "tried": ranking.tried,
             "layouts": [_values(planned) for planned in ranking.fitting],
             "own": None if ranking.own is None else _values(ranking.own), "own_reason": ranking.own_reason,

@@ -24,9 +24,14 @@ def section(metrics: Sequence[dict[str, Any]]) -> list[Html]:
     if not curves:
         return []
     last = {domain: points[max(points)] for domain, points in curves.items()}
-    rows = [(domain or "validation", *(_figure(scores.get(name)) for name in ("loss", "perplexity", "bits_per_byte")),
-             f"{scores.get('tokens', 0):,}") for domain, scores in last.items()]
-    blocks = [table(("domain", "loss", "perplexity", "bits per byte", "tokens"), rows, numeric=range(1, 5))]
+    of_pairs = any(_of_pairs(scores) for scores in last.values())
+    names = ["loss", "perplexity", "bits_per_byte"]
+    if of_pairs:
+        names = ["loss", *sorted({name for scores in last.values() for name in scores} - {*names, "tokens"})]
+    rows = [(domain or "validation", *(_figure(scores.get(name)) for name in names), f"{scores.get('tokens', 0):,}")
+            for domain, scores in last.items()]
+    head = ("domain", *(name.replace("_", " ") for name in names), "pairs" if of_pairs else "tokens")
+    blocks = [table(head, rows, numeric=range(1, len(head)))]
     if any(len(points) > 1 for points in curves.values()):
         blocks.insert(0, figure(curves))
     return blocks
@@ -51,7 +56,10 @@ def figure(curves: dict[str, dict[int, dict[str, Any]]]) -> Html:
     svg = Svg(len(shown) * (PANEL + 50) + 34, "validation loss and bits per byte by step and domain")
     for index, name in enumerate(shown):
         top = 26 + index * (PANEL + 50)
-        _panel(svg, x, name, curves, top, top + PANEL)
+        title = PANELS[name]
+        if name == "loss" and any(_of_pairs(scores) for points in curves.values() for scores in points.values()):
+            title = "loss per pair"
+        _panel(svg, x, name, title, curves, top, top + PANEL)
     bottom = svg.height - 34
     for value in ticks(x.low, x.high, 8):
         svg.text(x(value), bottom + 8, f"{value:g}", "middle")
@@ -59,14 +67,19 @@ def figure(curves: dict[str, dict[int, dict[str, Any]]]) -> Html:
     return svg.render()
 
 
-def _panel(svg: Svg, x: Scale, name: str, curves: dict[str, dict[int, dict[str, Any]]], top: float,
+def _of_pairs(scores: dict[str, Any]) -> bool:
+    """Return whether these are scores of preference pairs, which have no perplexity."""
+    return "perplexity" in scores and scores["perplexity"] is None
+
+
+def _panel(svg: Svg, x: Scale, name: str, title: str, curves: dict[str, dict[int, dict[str, Any]]], top: float,
            bottom: float) -> None:
     points = {domain: [(step, float(scores[name])) for step, scores in sorted(curve.items())
                        if _known(scores.get(name))] for domain, curve in curves.items()}
     values = [value for curve in points.values() for _, value in curve]
     margin = 0.05 * (max(values) - min(values)) or 0.05
     y = Scale(min(values) - margin, max(values) + margin, bottom, top)
-    grid(svg, y, LEFT, RIGHT, PANELS[name], 4)
+    grid(svg, y, LEFT, RIGHT, title, 4)
     ends = []
     for index, (domain, curve) in enumerate(points.items()):
         if not curve:

@@ -19,6 +19,8 @@ FORMAT = 1
 TOKEN_DTYPES = ("uint16", "uint32")
 PACKED, PREFERENCES = "packed", "preferences"
 KINDS = (PACKED, PREFERENCES)
+PARTS, WITH_MISMATCHED = 2, 3
+"""Sequences side by side in a row that `shards.pairs` reads: chosen, rejected, and perhaps a mismatched one."""
 VOCABULARY_MULTIPLE = 128
 """Default padding of the vocabulary, for tensor cores (Megatron-LM's `make_vocab_size_divisible_by`)."""
 REBUILD = "run the pipeline again with the same output and --verify: it rewrites damaged files"

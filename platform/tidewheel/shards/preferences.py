@@ -94,6 +94,9 @@ def check_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -
     tokens_at = [batch.column(name).offsets.to_numpy()[:-1][owners] + inside for name in ("chosen", "rejected")]
     if np.any(flat[0][tokens_at[0]] != flat[1][tokens_at[1]]):
         problems.append("two sequences of a pair begin with different prompts")
+    for row in np.flatnonzero(lengths[0] == lengths[1]).tolist():
+        if batch.column("chosen")[row] == batch.column("rejected")[row]:
+            problems.append(f"both answers of row {row} are equal")
     return problems
 
 

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards.cache import CACHE_BYTES, ShardFiles
 from tidewheel.shards.format import shard_schema
-from tidewheel.shards.integrity import Integrity, fingerprint, problem_of
-from tidewheel.shards.manifest import PACKED, REBUILD, Manifest, ShardInfo, read_manifest
-
-logger = logging.getLogger(__name__)
-
-OnDamage = Callable[[str, str], None]
-OPEN_SHARDS = 1024
-"""Number of memory maps held open; Linux allows a process 65,530 (vm.max_map_count)."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """B packed sequences of L tokens."""
-
-    tokens: np.ndarray
-    """[B, L] in the set's token_dtype."""
-    lengths: np.ndarray
-    """[B] int32: number of real tokens; the rest is padding."""
-    segment_ids: np.ndarray
-    """[B, L] int32: index of the segment in its row, -1 in padding."""
-    positions: np.ndarray
-    """[B, L] int32: position in the segment, 0 in padding."""
-    ids: list[str]
-    """Sequence id of each row, "shardname:row"."""
-    loss_mask: np.ndarray | None = None
-    """[B, L] uint8: 1 for tokens to learn; None: the set has no mask."""
+from tidewheel.shards.manifest import PACKED, REBUILD, Manifest, ShardInfo
+from tidewheel.shards.opened import OnDamage as OnDamage
+from tidewheel.shards.opened import OpenedSet
+from tidewheel.shards.opened import Rows as Rows
 
 
 @dataclass(frozen=True)
@@ -94,136 +66,14 @@ def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> S
                  segment_starts=starts.values.to_numpy(), loss_mask=mask, batch=batch)
 
 
-class ShardSet:
-    """A shard set opened for reading. Safe to use from several threads.
+class ShardSet(OpenedSet[Shard]):
+    """A set of packed sequences opened for reading. Safe to use from several threads."""
 
-    Args:
-        store: the set's folder.
-        manifest: its manifest.
-        files: local paths of its shards.
-        verify: hash files in place too, see `shards.integrity`.
-        on_damage: see `open`.
-    """
+    KIND = PACKED
 
-    def __init__(self, store: storage.Store, manifest: Manifest, files: ShardFiles, *, verify: bool = False,
-                 on_damage: OnDamage | None = None) -> None:
-        self.store, self.manifest, self._files = store, manifest, files
-        self._integrity, self._on_damage = Integrity(verify), on_damage
-        self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
-        self._open: OrderedDict[int, Shard] = OrderedDict()
-        self._suspect: set[int] = set()  # damage was seen: check the whole file before the next read
-        self._lock = threading.Lock()
-
-    @classmethod
-    def open(cls, uri: str, cache: Path | None = None, *, cache_bytes: int = CACHE_BYTES, verify: bool = False,
-             on_damage: OnDamage | None = None, manifest: Manifest | None = None) -> ShardSet:
-        """Open the set at `uri`.
-
-        A shard is opened when it is first read: memory-mapped in place, or copied from an object store into `cache`
-        with its hash checked.
-
-        Args:
-            uri: the set.
-            cache: folder of copies; default: a temporary one.
-            cache_bytes: total size of the copies.
-            verify: hash files in place too, see `shards.integrity`.
-            on_damage: called with (where, what) by the reading thread when a shard had to be read again.
-            manifest: the set's manifest, if it is already known.
-
-        Raises:
-            ShardError: there is no set, its manifest is damaged, or it is a preference set.
-        """
-        store = storage.store(uri)
-        manifest = read_manifest(store) if manifest is None else manifest
-        if manifest.kind != PACKED:
-            raise ShardError(f"a set of {manifest.kind}: its rows are pairs, not packed sequences", where=store.uri,
-                             fix="read it with tidewheel.shards.preferences.read_pairs")
-        return cls(store, manifest, ShardFiles(store, cache, cache_bytes), verify=verify, on_damage=on_damage)
-
-    def follow(self, manifest: Manifest) -> None:
-        """Replace the manifest by one with the same shards and more after them."""
-        if manifest is not self.manifest:
-            with self._lock:
-                self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
-                self.manifest = manifest
-
-    def shard(self, index: int) -> Shard:
-        """Return shard number `index`, opened at its first use.
-
-        Raises:
-            ShardError: the shard is missing or damaged.
-        """
-        with self._lock:
-            opened = self._open.get(index)
-            if opened is not None:
-                self._open.move_to_end(index)
-                problem = self._integrity.problem(self.manifest.shards[index])
-                if problem:
-                    raise self._damaged(index, problem)
-                return opened
-        return self._load(index, anew=index in self._suspect)  # not under the lock: a download must not block others
-
-    def _load(self, index: int, *, anew: bool = False) -> Shard:
-        """Open a shard; with `anew`, get it from its origin and check its whole content."""
+    def _opened(self, path: Path, index: int) -> Shard:
         info = self.manifest.shards[index]
-        with self._files.opened(info) as (path, readable):
-            before = fingerprint(readable)
-            if anew and (problem := problem_of(readable, info)):
-                raise self._damaged(index, f"{problem}; it was read twice")
-            opened = open_shard(readable, info, self.manifest, self.store.at(info.name))
-        with self._lock:
-            if index not in self._open or anew:
-                self._open[index] = opened
-                self._suspect.discard(index)
-                self._integrity.opened(info, path, before, hashed=anew or self._files.copies)
-            while len(self._open) > OPEN_SHARDS:
-                self._open.popitem(last=False)
-            return self._open[index]
-
-    def _read_again(self, indices: list[int], error: ShardError) -> None:
-        """Discard these shards, one of which is damaged, and get them from their origin."""
-        logger.info("reading again: %s", error)
-        with self._lock:
-            for index in indices:
-                self._open.pop(index, None)
-                self._suspect.add(index)
-        for index in indices:
-            self._load(index, anew=True)
-        if self._on_damage is not None:
-            self._on_damage(error.where, error.what)
-
-    def settle(self) -> None:
-        """Return once every shard read so far is known to be intact; read damaged ones again.
-
-        Raises:
-            ShardError: a shard is still damaged when it is read again.
-        """
-        names = self._integrity.unsettled()
-        for index in [index for index, info in enumerate(self.manifest.shards) if info.name in names]:
-            self._read_again([index], self._damaged(index, "the shard's content is not what its manifest says"))
-
-    def close(self) -> None:
-        """Stop hashing in the background."""
-        self._integrity.close()
-
-    def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
-        """Return row `rows[i]` of shard number `shards[i]` for each i. A damaged shard is read again first.
-
-        Args:
-            shards: indices of shards, int64 [B].
-            rows: indices of rows in their shards, int64 [B].
-
-        Raises:
-            ShardError: a shard is missing or damaged.
-            IndexError: there is no such shard or row.
-        """
-        shards, rows = np.asarray(shards, dtype=np.int64), np.asarray(rows, dtype=np.int64)
-        self._check(shards, rows)
-        try:
-            return self._gather(shards, rows)
-        except ShardError as error:
-            self._read_again(np.unique(shards).tolist(), error)
-            return self._gather(shards, rows)
+        return open_shard(path, info, self.manifest, self.store.at(info.name))
 
     def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the number of real tokens of row `rows[i]` of shard number `shards[i]` for each i, int32 [B].
@@ -266,14 +116,6 @@ class ShardSet:
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
         return Rows(tokens, lengths, segment_ids, positions, ids, mask)
 
-    def _check(self, shards: np.ndarray, rows: np.ndarray) -> None:
-        counts = self._counts
-        if shards.shape != rows.shape or shards.ndim != 1:
-            raise IndexError(f"shards and rows must be two equal lists, got {shards.shape} and {rows.shape}")
-        if shards.size and (shards.min() < 0 or shards.max() >= len(counts) or rows.min() < 0
-                            or np.any(rows >= counts[shards])):
-            raise IndexError(f"no such row in a set of {len(counts)} shards, {self.manifest.rows} rows")
-
     def _mark(self, marks: np.ndarray, index: int, shard: Shard, in_shard: np.ndarray, requested: np.ndarray) -> None:
         """Set `marks` [B, L] where segments begin, for the rows `requested` of a shard at the indices `chosen`."""
         first = shard.segment_bounds[requested].astype(np.int64)
@@ -288,10 +130,6 @@ class ShardSet:
         if np.any(starts < 0) or np.any(starts >= lengths[owner]) or np.any(starts[begin] != 0):
             raise self._damaged(index, "a segment begins outside its row")
         marks[in_shard[owner], starts] = True
-
-    def _damaged(self, index: int, what: str) -> ShardError:
-        return ShardError(what, where=self.store.at(self.manifest.shards[index].name),
-                          fix=f"`tidewheel shards verify {self.store.uri}` lists what is damaged; {REBUILD}")
 
 
 def _segments_of(marks: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

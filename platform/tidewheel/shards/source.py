@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,11 @@ from tidewheel import storage
 from tidewheel.errors import ConfigError, ShardError
 from tidewheel.shards import growing
 from tidewheel.shards.config import MixtureConfig
-from tidewheel.shards.manifest import Manifest, read_manifest
+from tidewheel.shards.manifest import PARTS, Manifest, read_manifest
 from tidewheel.shards.mixture import Mixture, Phase, integer_weights, temperature_weights
+from tidewheel.shards.opened import OnDamage, Rows
 from tidewheel.shards.order import Order, hash64
-from tidewheel.shards.reader import OnDamage, Rows, ShardSet
+from tidewheel.shards.pairs import open_set
 from tidewheel.shards.waves import WaveOrder
 
 LOCATED_AHEAD = 1024
@@ -65,7 +66,10 @@ class Source:
         domains: sorted by name.
         mixture: the share of each domain; None for a single set.
         manifest: that of the first domain; sequence length, vocabulary and tokenizer are the same in all.
+        reference: digest of the reference model whose log-probabilities are read with the rows; "": none.
     """
+
+    reference: str = ""
 
     def __init__(self, domains: Sequence[Domain], seed: int, mixture: Mixture | None = None) -> None:
         self.domains, self.mixture = tuple(domains), mixture
@@ -210,13 +214,15 @@ class SourceReader:
         cache: local folder for shards of object stores; None: a temporary one.
         verify: see `ShardSet.open`.
         on_damage: see `ShardSet.open`.
+        parts: see `shards.pairs.open_set`.
+        reference: see `shards.pairs.open_set`.
     """
 
     def __init__(self, source: Source, cache: Path | None = None, *, verify: bool = False,
-                 on_damage: OnDamage | None = None) -> None:
+                 on_damage: OnDamage | None = None, parts: int = PARTS, reference: str = "") -> None:
         self.source = source
-        self._sets = [ShardSet.open(domain.uri, cache, verify=verify, on_damage=on_damage, manifest=domain.manifest)
-                      for domain in source.domains]
+        self._sets = [open_set(domain.uri, cache, verify=verify, on_damage=on_damage, manifest=domain.manifest,
+                               parts=parts, reference=reference) for domain in source.domains]
         self._lock = threading.Lock()
         self._last: np.ndarray | None = None  # positions of the last call
         self._stride: np.ndarray | None = None  # difference to the positions of the call before
@@ -353,8 +359,7 @@ def _domain_seed(seed: int, name: str) -> int:
 
 
 def _renamed(rows: Rows, prefix: str) -> Rows:
-    return Rows(rows.tokens, rows.lengths, rows.segment_ids, rows.positions, [prefix + name for name in rows.ids],
-                rows.loss_mask)
+    return replace(rows, ids=[prefix + name for name in rows.ids])
 
 
 def _merged(parts: Sequence[Rows], order: np.ndarray) -> Rows:
@@ -362,7 +367,10 @@ def _merged(parts: Sequence[Rows], order: np.ndarray) -> Rows:
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])[order]
 
+    def joined_if_read(name: str) -> np.ndarray | None:
+        return None if getattr(parts[0], name) is None else joined(name)
+
     ids = [name for part in parts for name in part.ids]
     return Rows(joined("tokens"), joined("lengths"), joined("segment_ids"), joined("positions"),
-                [ids[index] for index in order.tolist()],
-                None if parts[0].loss_mask is None else joined("loss_mask"))
+                [ids[index] for index in order.tolist()], joined_if_read("loss_mask"), parts[0].parts,
+                joined_if_read("reference"))

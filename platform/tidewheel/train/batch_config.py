@@ -35,7 +35,7 @@ class BatchConfig(Config):
 
     pad_to_multiple_of: int = Field(default=0, ge=0)
     """Pad the sequences of a micro-batch to the longest of them, rounded up to a multiple of this, for sets with one
-    document in each row (`pack.method: one_per_row`). 0: pad to the row length of the set."""
+    document in each row (`pack.method: one_per_row`) and for pairs. 0: pad to the row length of the set."""
     group_by_length: bool = False
     """Form the micro-batches of a step of sequences of similar length. The global batch has the same sequences."""
 

@@ -22,13 +22,13 @@ from tidewheel.models.documents import Documents
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
-from tidewheel.shards.reader import Rows
+from tidewheel.shards.opened import Rows
 from tidewheel.shards.source import Source
 from tidewheel.time_limit import TimeLimit, result
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.device_copies import DeviceCopies
-from tidewheel.train.length_groups import cut, padded_length, similar_lengths
+from tidewheel.train.length_groups import cut, longest, padded_length, similar_lengths
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
@@ -116,10 +116,11 @@ class BatchReader:
             lengths = self._loader.lengths(positions)
             chosen = similar_lengths(lengths, size, self._config.virtual_ranks)[mine]
         rows = self._loader.batch(positions[chosen])
+        lengths = longest(rows)
         micros = []
         for start in range(0, len(mine), size):
             part = slice(start, start + size)
-            cut_rows = cut(rows, part, self._padded(rows.lengths, part, rows.tokens.shape[1]))
+            cut_rows = cut(rows, part, self._padded(lengths, part, rows.width))
             micros.append(micro_batch(cut_rows, slice(0, size), int(mine[start]) // per_virtual, torch.device("cpu")))
         on_device, copied = self._copies.start(micros)
         return RankBatch(on_device, list(rows.ids), chosen), copied
@@ -148,23 +149,32 @@ def sequence_indices(share: MicroBatchShare, sequences: int, micro_sequences: in
 def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device) -> MicroBatch:
     """Return rows as tensors on a device, with their targets.
 
+    The parts of a row become neighbouring rows: [chosen 0, rejected 0, chosen 1, ...]. Each then has one document from
+    its first token on, for which causal attention needs no mask.
+
     Args:
         rows: rows of the shard set.
         part: which of them.
         virtual_rank: that they belong to.
         device: the training device.
     """
-    tokens = torch.from_numpy(rows.tokens[part].astype(np.int64))
-    segments = torch.from_numpy(rows.segment_ids[part].astype(np.int64))
-    positions = torch.from_numpy(rows.positions[part].astype(np.int64))
+    def split(values: np.ndarray) -> np.ndarray:
+        return values[part].reshape(-1, rows.width)
+
+    segment_ids = split(rows.segment_ids)
+    tokens = torch.from_numpy(split(rows.tokens).astype(np.int64))
+    segments = torch.from_numpy(segment_ids.astype(np.int64))
+    positions = torch.from_numpy(split(rows.positions).astype(np.int64))
     targets = next_tokens(tokens, segments)
     if rows.loss_mask is not None:  # a target counts when the token to predict is marked
-        marked = torch.from_numpy(rows.loss_mask[part].astype(bool))
+        marked = torch.from_numpy(split(rows.loss_mask).astype(bool))
         targets[:, :-1] = torch.where(marked[:, 1:], targets[:, :-1], IGNORED)
+    reference = None if rows.reference is None else torch.from_numpy(rows.reference[part]).to(device)
     return MicroBatch(
         tokens=tokens.to(device), positions=positions.to(device), segment_ids=segments.to(device),
         targets=targets.to(device), virtual_rank=virtual_rank, num_tokens=int(rows.lengths[part].sum()),
-        num_targets=int((targets >= 0).sum()), documents=Documents.of(rows.segment_ids[part]).to(device))
+        num_targets=int((targets >= 0).sum()), documents=Documents.of(segment_ids).to(device), parts=rows.parts,
+        reference=reference)
 
 
 class BatchDigest:

@@ -9,10 +9,15 @@ import pydantic
 
 from tidewheel.errors import CheckpointError, ConfigError, ShardError
 from tidewheel.models import families
-from tidewheel.shards.integrity import check_files
-from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
+from tidewheel.parts import name_of
+from tidewheel.shards.integrity import HASH_AT_START_BYTES, check_files
+from tidewheel.shards.manifest import PREFERENCES, Manifest, read_manifest
+from tidewheel.shards.opened import ROWS
+from tidewheel.shards.pairs import check_answers
+from tidewheel.shards.references import Column, Head
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store, store
+from tidewheel.train import objectives
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
@@ -37,14 +42,53 @@ def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
                           fix="set it to the shards/ folder that `tidewheel data run` wrote: --set data.uri=...")
     source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0)
     manifest = source.manifest
-    _fits(config, manifest)
+    fits(config, manifest)
     _lasts(config, source)
-    return source, {name: _validation(uri, manifest) for name, uri in config.data.validation_sets.items()}
+    validation = {name: _validation(uri, manifest) for name, uri in config.data.validation_sets.items()}
+    heads = columns(config, source, validation)
+    source.reference = heads[0].reference if heads else ""
+    return source, validation
+
+
+def columns(config: TrainConfig, source: Source, validation: Mapping[str, Manifest]) -> list[Head]:
+    """Return the heads of the reference model's log-probabilities of all sets, the training sets' first.
+
+    Args:
+        config: the run's settings.
+        source: the training data.
+        validation: manifests of the validation sets by domain.
+
+    Raises:
+        ConfigError: the objective needs them and none are given, or does not use those that are given.
+        ShardError: there are none for a set, or those of another set or model.
+    """
+    objective, folder = config.objective, config.data.reference
+    kind = name_of(type(objective))
+    if not objective.needs_reference:
+        if folder:
+            raise ConfigError(f"objective.kind {kind} uses no reference model", where="data.reference",
+                              fix="leave it out")
+        return []
+    if not folder:
+        raise ConfigError(f"objective.kind {kind} compares with a reference model, but its log-probabilities are not "
+                          "given", where="data.reference", fix="make them once: tidewheel reference MODEL --data SET "
+                          "--output FOLDER; then set it to the folder that the command prints")
+    sets = [(domain.uri, domain.manifest) for domain in source.domains]
+    sets += [(uri, validation[name]) for name, uri in config.data.validation_sets.items()]
+    heads = [Column.open(folder, uri, manifest, objective.parts).head for uri, manifest in sets]
+    for (uri, _), head in zip(sets, heads):
+        if head.reference != heads[0].reference:
+            raise ShardError(f"the log-probabilities of {uri} are of another reference model than those of "
+                             f"{sets[0][0]}", where=folder, fix="make them again with one model, into another folder")
+    return heads
 
 
 def _validation(uri: str, manifest: Manifest) -> Manifest:
     """Return the manifest of a validation set, if it belongs to the training set's."""
     validation = read_manifest(store(uri))
+    if validation.kind != manifest.kind:
+        raise ShardError(f"a set of {validation.kind}, but the training set is of {manifest.kind}", where=uri,
+                         fix="take both sets from the same pipeline output")
     for name in ("sequence_length", "vocabulary_size"):
         ours, theirs = getattr(manifest, name), getattr(validation, name)
         if ours != theirs:
@@ -74,12 +118,29 @@ def files(config: TrainConfig, source: Source, validation: Mapping[str, Manifest
         check_files(store(domain.uri), domain.manifest)
     for name, uri in config.data.validation_sets.items():
         check_files(store(uri), validation[name])
+    manifests = {domain.uri: domain.manifest for domain in source.domains}
+    manifests |= {uri: validation[name] for name, uri in config.data.validation_sets.items()}
+    for uri, manifest in manifests.items():
+        if manifest.kind == PREFERENCES and sum(shard.bytes for shard in manifest.shards) <= HASH_AT_START_BYTES:
+            check_answers(uri, manifest)
 
 
-def _fits(config: TrainConfig, manifest: Manifest) -> None:
-    if manifest.kind != PACKED:
-        raise ShardError(f"a set of {manifest.kind}; training reads packed sequences", where=config.data.location,
-                         fix="give a set that a pipeline packed from documents or conversations")
+def fits(config: TrainConfig, manifest: Manifest) -> None:
+    """Check that the objective, the model and the layout fit the training set.
+
+    Args:
+        config: the run's settings.
+        manifest: of the training set.
+
+    Raises:
+        ConfigError: sequences or the vocabulary are larger than the model's, or the layout does not fit.
+        ShardError: the objective learns from another kind of rows.
+    """
+    if manifest.kind != config.objective.READS:
+        fitting = objectives.where(lambda objective: manifest.kind == objective.READS)
+        raise ShardError(f"a set whose rows are {ROWS[manifest.kind]}, but objective.kind "
+                         f"{name_of(type(config.objective))} learns from {ROWS[config.objective.READS]}",
+                         where=config.data.location, fix=f"choose objective.kind {fitting}, or give another set")
     if manifest.sequence_length > config.model.max_sequence_length:
         raise ConfigError(
             f"sequences of {manifest.sequence_length} tokens, but model.max_sequence_length is "
@@ -108,7 +169,7 @@ def _lasts(config: TrainConfig, source: Source) -> None:
         f"{sizes.steps(source.end):,} steps")
 
 
-IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code")
+IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head", "reference")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """Properties of the shards that an error names when another shard set is given."""
 
@@ -120,7 +181,9 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
             "data_seed": config.data.seed, "shards": source.hash,
             "sequence_length": source.manifest.sequence_length, "vocabulary_size": source.manifest.vocabulary_size,
             "tokenizer": source.manifest.tokenizer.get("hash"),
-            "code": {name: code.hash for name, code in config.own_parts().items()} or None}
+            "code": {name: code.hash for name, code in config.own_parts().items()} or None,
+            "head": name_of(type(config.objective)) if config.objective.HEAD else None,
+            "reference": source.reference or None}
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:

@@ -46,6 +46,9 @@ class DataConfig(Config):
     """Several shard sets with given shares, instead of `uri`."""
     validation: str | dict[str, str] = ""
     """URI of the validation shard set, or several by domain, {web: URI, code: URI}; empty: no validation."""
+    reference: str = ""
+    """Preference pairs: folder of their log-probabilities under a reference model, as `tidewheel reference` printed it.
+    It holds those of the training and validation sets."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of sequences."""
     cache: str = ""

@@ -65,9 +65,9 @@ class Evaluating:
             self.sample()
 
     def sample(self) -> str:
-        """Return a text by the model as it is now; "" without a sampler."""
+        """Return a text by the model as it is now; "" without a sampler, or if the model's head gives no logits."""
         training, step = self._training, self._training.progress.step
-        if training.runtime.sampler is None:
+        if training.runtime.sampler is None or training.config.objective.HEAD:
             return ""
         training.watch.mark(step, "sample")
         text = training.runtime.sampler(training.model, training.source.domains[0], training.config,

@@ -26,6 +26,13 @@ def similar_lengths(lengths: np.ndarray, micro_sequences: int, virtual_ranks: in
     return by_length.reshape(-1, virtual_ranks, micro_sequences).swapaxes(0, 1).reshape(-1)
 
 
+def longest(rows: Rows) -> np.ndarray:
+    """Return the tokens of each row, [B]; of a row of several parts, those of the longest."""
+    if rows.parts == 1:
+        return rows.lengths
+    return (rows.segment_ids.reshape(-1, rows.parts, rows.width) >= 0).sum(axis=2).max(axis=1)
+
+
 def padded_length(lengths: np.ndarray, multiple: int, most: int) -> int:
     """Return the length to which rows are padded: that of the longest, rounded up.
 
@@ -38,13 +45,17 @@ def padded_length(lengths: np.ndarray, multiple: int, most: int) -> int:
 
 
 def cut(rows: Rows, part: slice, length: int) -> Rows:
-    """Return some of the rows, cut to `length` tokens.
+    """Return some of the rows, whose parts are cut to `length` tokens.
 
     Args:
         rows: rows of the set.
         part: which of them.
         length: not below that of the longest.
     """
-    mask = None if rows.loss_mask is None else rows.loss_mask[part, :length]
-    return Rows(rows.tokens[part, :length], rows.lengths[part], rows.segment_ids[part, :length],
-                rows.positions[part, :length], rows.ids[part], mask)
+    def shorter(values: np.ndarray) -> np.ndarray:
+        split = values[part].reshape(-1, rows.parts, rows.width)[:, :, :length]
+        return split.reshape(-1, rows.parts * length)
+
+    return Rows(shorter(rows.tokens), rows.lengths[part], shorter(rows.segment_ids), shorter(rows.positions),
+                rows.ids[part], None if rows.loss_mask is None else shorter(rows.loss_mask), rows.parts,
+                None if rows.reference is None else rows.reference[part])

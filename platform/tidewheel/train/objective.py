@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import LossConfig
 from tidewheel.parts import Part, calling, name_of
+from tidewheel.shards.manifest import PACKED
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,10 @@ class Objective(Part):
     tensor: `outputs.logits()` is whole on every rank of the group; `outputs.hidden` is not. pipeline: the last stage
     has all of a micro-batch. context: a rank has only some positions of each row, so the terms of different positions
     must be independent."""
+    READS: ClassVar[str] = PACKED
+    """Kind of shard set that it learns from, `shards.manifest.Manifest.kind`."""
+    HEAD: ClassVar[int] = 0
+    """Outputs of a head that replaces the matrix of logits, which then are [B, L, HEAD]; 0: the decoder's own."""
     UNDECISIVE: ClassVar[tuple[str, ...]] = ()
     """Settings that change how sums are computed but not their values; the recipe hash leaves them out."""
 
@@ -96,8 +101,18 @@ class Objective(Part):
         return batch.num_targets
 
     def token_loss(self) -> LossConfig:
-        """Return how to compute the cross-entropy, which validation always measures."""
+        """Return how to compute the cross-entropy, which validation measures on packed sequences."""
         return LossConfig()
+
+    @property
+    def parts(self) -> int:
+        """Sequences of each pair that it needs, see `shards.pairs`; 1 for packed sequences."""
+        return 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it needs log-probabilities under a reference model, `data.reference`."""
+        return False
 
     @property
     def logit_tokens(self) -> int | None:

@@ -22,6 +22,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         ShardError: the shard set is missing or damaged.
     """
     from tidewheel.shards.source import open_source
+    from tidewheel.train import checks
 
     if not config.data.uri and config.data.mixture is None:
         raise ConfigError("data.uri is not set", where="training configuration",
@@ -32,10 +33,12 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     vocabulary = config.model.vocabulary_size or manifest.vocabulary_size
     batch = config.batch
     length = manifest.sequence_length
-    legal.check_data(config, vocabulary, length)
+    checks.fits(config, manifest)
     sequences = BatchSizes.of(batch, length).total(config.steps)
-    flops = config.model.flops_per_token(vocabulary, length) * sequences * length
+    row = length * config.objective.parts
+    flops = config.model.flops_per_token(vocabulary, length) * sequences * row
     growing = " -> ".join(f"{size:,}" for size in batch.sizes)
+    noun = "pairs" if config.objective.parts > 1 else "sequences"
     run = storage.store(config.run_uri)
     values: dict[str, Any] = {
         "run": config.run_uri + (" (exists: would be resumed)" if run.exists("run.json") else ""),
@@ -44,8 +47,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
                                 in config.data.validation_sets.items()) or "none",
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
-        "steps": f"{config.steps:,} of {growing} sequences ({batch.global_sequences * length:,} tokens) each",
-        "tokens": f"{sequences * length:,}, " + ("of a set that is still being written" if manifest.to_come
+        "steps": f"{config.steps:,} of {growing} {noun} ({batch.global_sequences * row:,} tokens) each",
+        "tokens": f"{sequences * row:,}, " + ("of a set that is still being written" if manifest.to_come
                                                  else f"{sequences / rows:.2f} epochs"),
         "compute": f"{flops:.3g} FLOPs",
         "workers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "

@@ -8,6 +8,7 @@ from tidewheel.train import checks, parallel
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.optim.build import model_state
 from tidewheel.train.parallel.caches import check_current
+from tidewheel.train.parallel.model import HEAD_WEIGHT
 from tidewheel.train.positions import Window
 from tidewheel.train.record import read_rollbacks
 from tidewheel.train.saving import Saving
@@ -69,12 +70,17 @@ class Resuming:
         training.model.refresh()
 
     def _set_weights(self) -> None:
-        """Set the initial values, or those of `model.init_from`."""
+        """Set the initial values, or those of `model.init_from`. An objective's own head always starts anew."""
         training = self._training
-        if not training.config.model.init_from:
-            parallel.init_weights(training.model, training.config.seed)
+        config = training.config
+        if not config.model.init_from or config.objective.HEAD:
+            parallel.init_weights(training.model, config.seed)
+        if not config.model.init_from:
             return
-        training.runtime.checkpoints.load_from(training.config.model.init_from, {"model": model_state(training.model)})
+        weights = model_state(training.model)
+        if config.objective.HEAD:
+            del weights[HEAD_WEIGHT]
+        training.runtime.checkpoints.load_from(config.model.init_from, {"model": weights})
         training.model.refresh()
 
     def _windows(self) -> list[Window]:

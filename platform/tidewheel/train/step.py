@@ -31,7 +31,7 @@ above the bits of rank 0's requests."""
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward and backward pass; all four tensors are [B, L]."""
+    """Rows of one forward and backward pass; the first four tensors are [B, L]."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -44,6 +44,10 @@ class MicroBatch:
     """Positions with a target to predict."""
     documents: Documents | None = None
     """Where documents begin, `Documents.of(segment_ids)`. None: the model finds them on the device and waits for it."""
+    parts: int = 1
+    """Rows of each pair, in this order: chosen, rejected and, with 3, mismatched. 1: the set has no pairs."""
+    reference: torch.Tensor | None = None
+    """[B / parts, parts] fp32: log-probabilities of answers under the reference model (`shards.references`)."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ class Training:
         positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length))
         cache = Path(config.data.cache) if config.data.cache else None
         reading = SourceReader(source, cache=cache, verify=config.data.verify,
-                               on_damage=partial(read_again, runtime.control))
+                               on_damage=partial(read_again, runtime.control), parts=config.objective.parts,
+                               reference=config.data.reference)
         reader = BatchReader(Loader(reading, prefetch=0), config.batch, positions, model.share, device=device,
                              steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit,
                              one_shape=config.parallel.pipeline > 1)

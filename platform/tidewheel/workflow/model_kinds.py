@@ -66,6 +66,8 @@ class TrainKind(StepKind):
             shards = json.dumps(storage.join(uri, SHARDS))
             if role == "init":
                 overrides.append(f"model.init_from={json.dumps(uri)}")
+            elif role == "reference":
+                overrides.append(f"data.reference={json.dumps(_only_folder(uri))}")
             elif role == "data":
                 overrides += [f"data.uri={shards}", f"data.validation={json.dumps(storage.join(uri, VALIDATION))}"]
             else:
@@ -113,6 +115,46 @@ class TrainKind(StepKind):
         return storage.store(place).exists("result.json")
 
 
+class ReferenceKind(StepKind):
+    """`tw.Reference`: a folder with the columns of one reference model."""
+
+    def recipe(self, entry: Entry) -> Any:
+        from tidewheel.shards.references import VERSION
+
+        return {"mismatched": entry["config"]["mismatched"], "version": VERSION.number}
+
+    def content(self, entry: Entry, input: str, output: str) -> Any:
+        return {}
+
+    def place(self, output: str, entry: Entry, key: str) -> str:
+        return storage.join(output, "references", f"{entry['name']}-{key}")
+
+    def run(self, task: Task, log: Log) -> dict[str, Any]:
+        from tidewheel.inference.reference import ReferenceModel, make
+
+        report = Sparse(log)
+        sets = [storage.join(task.needs["data"], name) for name in (SHARDS, VALIDATION)]
+        made = make(ReferenceModel(task.needs["model"]), sets, task.place,
+                    mismatched=task.entry["config"]["mismatched"],
+                    on_progress=lambda done, total: report(f"{done:,}/{total:,} pairs"))
+        return {"hash": _columns_hash(task.place), "pairs": made.pairs}
+
+    def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
+        return _columns_hash(place) == artifact["hash"]
+
+
+def _columns_hash(uri: str) -> str:
+    """Return the hash of the names of all files of columns, which hold the hashes of model, set and values."""
+    names = [entry.key for entry in storage.store(uri).list()]
+    return storage.content_hash(json.dumps(sorted(names)).encode())
+
+
+def _only_folder(uri: str) -> str:
+    """Return the folder below a URI that has just one: that of a reference model."""
+    [name] = {entry.key.partition("/")[0] for entry in storage.store(uri).list()}
+    return storage.join(uri, name)
+
+
 class EvaluateKind(StepKind):
     """`tw.Evaluate`: a JSON file."""
 
@@ -134,7 +176,8 @@ class EvaluateKind(StepKind):
         evaluation = Evaluator(task.needs["run"], data=sets or None,
                           sequences=task.entry["config"]["sequences"]).evaluate(task.needs["run"])
         scores = {name or "validation": {"loss": score.loss, "bits_per_byte": score.bits_per_byte,
-                                         "tokens": score.tokens} for name, score in evaluation.scores.items()}
+                                         "tokens": score.tokens, **score.metrics}
+                  for name, score in evaluation.scores.items()}
         place, name = storage.split(task.place)
         stamp = place.write_json(name, {"step": evaluation.step, "loss": evaluation.loss, "sets": scores})
         return {"hash": stamp.hash, "step": evaluation.step, "loss": evaluation.loss}

@@ -124,7 +124,7 @@ def _storage(node: Node) -> int | None:
         return int(STORED_PER_INPUT_BYTE * sum(file[1] for file in node.content["files"]))
     if node.kind == "train":
         config, vocabulary = _training(node)
-        return SAVED_BYTES * config.model.matmul_parameters(vocabulary) * (config.checkpoint.keep_last + 1)
+        return SAVED_BYTES * config.model.parameters(vocabulary) * (config.checkpoint.keep_last + 1)
     return None
 
 
@@ -136,7 +136,7 @@ def _gpu(node: Node) -> int | None:
         return None
     split = config.parallel.unit * (config.elastic.min_workers // config.parallel.unit
                                     if config.parallel.data == "zero3" else 1)
-    return STATE_BYTES * config.model.matmul_parameters(vocabulary) // max(split, 1)
+    return STATE_BYTES * config.model.parameters(vocabulary) // max(split, 1)
 
 
 def _training(node: Node) -> tuple[Any, int]:

@@ -24,7 +24,8 @@ REFERENCE = "step:"
 
 
 class WorkflowStep(Protocol):
-    """A step of a workflow: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export`, `ScalingLaw` or `Call`."""
+    """A step of a workflow: `Pipeline`, `Train`, `Tokenizer`, `Reference`, `Evaluate`, `Export`, `ScalingLaw` or
+    `Call`."""
 
     @property
     def name(self) -> str:
@@ -120,6 +121,31 @@ class Export:
     def entry(self) -> dict[str, Setting]:
         """Return the step as JSON values; see the module."""
         return {"kind": "export", "name": self.name, "config": {"dtype": self.dtype}}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Log-probabilities of a pipeline's preference pairs under a model, which `Train(reference=...)` reads.
+
+    Args:
+        name: name of the step.
+        model: the training whose last checkpoint is the reference model.
+        data: the pipeline that makes the pairs.
+        mismatched: add what objective kto needs.
+    """
+
+    name: str
+    model: Train
+    data: Pipeline
+    mismatched: bool = False
+
+    def inputs(self) -> dict[str, WorkflowStep]:
+        """Return the training and the pipeline, by role."""
+        return {"model": self.model, "data": self.data}
+
+    def entry(self) -> dict[str, Setting]:
+        """Return the step as JSON values; see the module."""
+        return {"kind": "reference", "name": self.name, "config": {"mismatched": self.mismatched}}
 
 
 class Call:

@@ -13,7 +13,7 @@ from tidewheel.config import Config, Setting, build, load, merged
 from tidewheel.errors import ConfigError
 from tidewheel.parts import Part, as_json, importable, is_own, name_of
 from tidewheel.workflow.pipeline import Pipeline
-from tidewheel.workflow.steps import REFERENCE, WorkflowStep
+from tidewheel.workflow.steps import REFERENCE, Reference, WorkflowStep
 
 if TYPE_CHECKING:
     from tidewheel.models.family import Model
@@ -44,6 +44,7 @@ class Train:
         data: the `Pipeline` whose shards it reads, or the URI that a pipeline wrote to (its --output), or several of
             these by name: the domains of a mixture, whose weights are in the configuration.
         init_from: the `Train` whose last checkpoint it starts from.
+        reference: for preference pairs, the `Reference` whose log-probabilities it reads.
         overlap: in a workflow, start when the first wave of `data` is packed instead of after all of it. The pipeline
             needs pack(waves=...).
         reading: settings of the group `data`.
@@ -58,7 +59,7 @@ class Train:
 
     def __init__(self, config: str | Settings,
                  data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
-                 overlap: bool = False, run: Settings | RunConfig | None = None,
+                 reference: Reference | None = None, overlap: bool = False, run: Settings | RunConfig | None = None,
                  reading: Settings | DataConfig | None = None, model: str | Settings | Model | None = None,
                  objective: str | Settings | Objective | None = None,
                  optimizer: str | Settings | Optimizer | None = None,
@@ -81,6 +82,7 @@ class Train:
         self.config = config
         self.data = data
         self.init_from = init_from
+        self.reference = reference
         self.overlap = overlap
         for source in data.values() if isinstance(data, Mapping) else [data]:
             if isinstance(source, Pipeline) and not source.config().step("pack"):
@@ -137,6 +139,8 @@ class Train:
         steps: dict[str, WorkflowStep] = {}
         if self.init_from is not None:
             steps["init"] = self.init_from
+        if self.reference is not None:
+            steps["reference"] = self.reference
         if isinstance(self.data, Mapping):
             steps |= {f"data.{name}": data for name, data in self.data.items() if not isinstance(data, str)}
         elif self.data is not None and not isinstance(self.data, str):

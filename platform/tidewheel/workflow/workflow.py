@@ -88,8 +88,8 @@ class Workflow:
 
     Args:
         name: name of the workflow.
-        steps: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export`, `ScalingLaw` and `Call` objects. Steps that
-            these read are added by themselves.
+        steps: `Pipeline`, `Train`, `Tokenizer`, `Reference`, `Evaluate`, `Export`, `ScalingLaw` and `Call` objects.
+            Steps that these read are added by themselves.
 
     Raises:
         ConfigError: there are no steps.

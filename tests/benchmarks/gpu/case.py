@@ -47,6 +47,8 @@ class Case:
     """Forward and backward passes of a step."""
     virtual_ranks: int = 1
     """At least the number of workers."""
+    experts: int = 0
+    """Experts of half the feed-forward's width, of which a token passes two, so the active FLOPs stay; 0: none."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of Tidewheel's `TrainConfig`."""
 

@@ -10,6 +10,7 @@ import torch
 from tests.benchmarks.gpu.case import SHAPES, Case, Documents, batches
 from tests.benchmarks.gpu.timing import measure
 from tidewheel.config import build
+from tidewheel.models.families import Llama
 from tidewheel.shards.reader import Rows
 from tidewheel.train import parallel
 from tidewheel.train.batches import micro_batch
@@ -78,12 +79,26 @@ def configuration(case: Case) -> TrainConfig:
     batch = {"global_sequences": case.rows, "micro_sequences": case.rows // micro_batches,
              "virtual_ranks": case.virtual_ranks}
     settings = dict(case.settings)
-    model = {**SHAPES[case.shape], "vocabulary_size": case.vocabulary, **settings.pop("model", {})}
+    shape = with_experts(SHAPES[case.shape], case.experts) if case.experts else SHAPES[case.shape]
+    model = {**shape, "vocabulary_size": case.vocabulary, **settings.pop("model", {})}
     values: dict[str, Any] = {"model": model, "precision": "bf16", "compile": case.compiled,
                               "optimizer": {"learning_rate": case.learning_rate}, "batch": batch, **settings}
     if values["precision"] == "fp8":
         values |= fp8
     return build(TrainConfig, values)
+
+
+def with_experts(shape: dict[str, Any], experts: int) -> dict[str, Any]:
+    """Return the settings of a mixture of experts with the active FLOPs of a dense shape.
+
+    Args:
+        shape: settings of `Llama`.
+        experts: of each layer.
+    """
+    dense = build(Llama, shape)
+    kept = ("dim", "num_layers", "num_heads", "num_kv_heads", "max_sequence_length", "rope_theta", "norm_epsilon")
+    return {**{name: getattr(dense, name) for name in kept}, "kind": "mixtral", "ffn_dim": dense.ffn_width // 2,
+            "num_experts": experts, "experts_per_token": 2}
 
 
 def train(case: Case) -> dict[str, Any]:

@@ -65,6 +65,7 @@ ROWS: Sequence[Row] = (
     Row("bare loop, documents", "bare:train", PACKED),
     Row("ours, documents, fused products", "ours:train",
         Case(document=DOCUMENTS, **_ours(model={"fused_products": True}))),
+    Row("ours, documents, experts", "ours:train", Case(document=DOCUMENTS, experts=4), rows_on_80_gb=4),
     Row("transformers, whole rows", "hugging_face:train", Case(rows=4), rows_on_80_gb=2),
     Row("ours, 8b width, bf16", "ours:train", Case(**WIDE)),
     Row("ours, 8b width, fp8", "ours:train", Case(**WIDE, **_ours(precision="fp8"))),

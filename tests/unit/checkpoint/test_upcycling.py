@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.every import every
 from tests.oracles import ORACLES, VOCABULARY, imported, packed
 from tidewheel.checkpoint.conversion import import_
 from tidewheel.checkpoint.manager import CheckpointManager
-from tidewheel.checkpoint.upcycling import upcycle
+from tidewheel.checkpoint.upcycling import check_weights, mixture_of, upcycle
 from tidewheel.cli import run_command
 from tidewheel.errors import ConfigError
+from tidewheel.models import families
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.huggingface import weight_shapes
 from tidewheel.storage import store
 
 
@@ -53,14 +56,15 @@ def test_noise_makes_experts_differ(tmp_path: Path):
     assert not torch.equal(experts[0], experts[1])
 
 
-@pytest.mark.parametrize(("settings", "said"), [
+@every([
     ({"kind": "llama"}, "has no experts"), ({"kind": "olmoe"}, "normalise_weights is False"),
     ({"kind": "mixtral", "shared_experts": 1}, "shared_experts"), ({"kind": "gpt_oss"}, "which the dense model lacks"),
     ({"kind": "qwen3_moe", "expert_ffn_dim": 8}, "expert_ffn_dim is 8"), ({"kind": "qwen3_moe"}, "q_norm")])
-def test_mixtures_that_would_compute_something_else_are_refused(settings: dict[str, Any], said: str, tmp_path: Path):
-    dense("llama", tmp_path)
+def test_mixtures_that_would_compute_something_else_are_refused(case: tuple[dict[str, Any], str]) -> None:
+    settings, said = case
+    llama = families.of_shape({"preset": "debug", "qk_norm": False})
     with pytest.raises(ConfigError, match=said):
-        upcycle(str(tmp_path / "dense"), str(tmp_path / "sparse"), settings)
+        check_weights(weight_shapes(llama, VOCABULARY), weight_shapes(mixture_of(llama, settings), VOCABULARY))
 
 
 def test_the_command_prints_settings_to_train_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

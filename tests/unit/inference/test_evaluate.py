@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.train.helpers import config, write_shards
+from tests.unit.train.helpers import LENGTH, config, write_shards
 from tidewheel import jsonlog
 from tidewheel.cli import run_command
 from tidewheel.elastic.trainer import fit_local
@@ -44,6 +44,21 @@ def test_an_evaluation_equals_the_validation_loss_of_the_training(run: TrainConf
         assert (evaluated.step, evaluated.loss) == (step, pytest.approx(all_scores[step]["loss"], rel=1e-6))
         assert evaluated.scores[""].bits_per_byte == pytest.approx(all_scores[step]["bits_per_byte"], rel=1e-6)
         assert evaluated.scores[""].tokens == all_scores[step]["tokens"]
+
+
+def test_losses_by_position_add_up_to_the_loss(run: TrainConfig, capsys: pytest.CaptureFixture[str]):
+    evaluator = Evaluator(run.run_uri, device="cpu")
+    whole = evaluator.evaluate(run.run_uri).scores[""]
+    parts = evaluator.by_position(run.run_uri, [2, 5, LENGTH, 2 * LENGTH])[""]
+    assert [(part.start, part.end) for part in parts] == [(0, 2), (2, 5), (5, LENGTH), (LENGTH, 2 * LENGTH)]
+    assert sum(part.tokens for part in parts) == whole.tokens
+    assert sum(part.loss * part.tokens for part in parts if part.loss) / whole.tokens == pytest.approx(whole.loss)
+    assert (parts[-1].loss, parts[-1].tokens) == (None, 0), "no document is as long as the row"
+    assert run_command(["evaluate", run.run_uri, "--positions", "2,5", "--json"]) == 0
+    assert [line["loss"] for line in json.loads(capsys.readouterr().out)] == [
+        pytest.approx(part.loss, abs=1e-4) for part in parts[:2]]
+    assert run_command(["evaluate", run.run_uri, "--positions", "5,2"]) == 2
+    assert run_command(["evaluate", run.run_uri, "--positions", "five"]) == 2
 
 
 def test_the_command_evaluates_the_given_sets(run: TrainConfig, capsys: pytest.CaptureFixture[str]):

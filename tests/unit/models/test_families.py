@@ -20,6 +20,7 @@ from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
 from tidewheel.models import families, huggingface
+from tidewheel.models.blocks import RMSNorm
 from tidewheel.models.costs import LayerCosts
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
@@ -202,3 +203,28 @@ def test_presets_have_the_published_number_of_parameters(case: tuple[str, str, i
     """Compare with the sizes that Hugging Face's hub shows for the safetensors files of each model."""
     family, preset, vocabulary, published = case
     assert families.KIND.build(family, {"preset": preset}).parameters(vocabulary) == published
+
+
+UNCAPPED = {"attention_soft_cap": None}  # a CPU keeps capped scores, flex does not
+
+
+@every([(family, {}) for family in families.KIND.built_in() if family != "gemma"] + [
+    ("gemma", UNCAPPED), ("gemma", {**UNCAPPED, "qk_norm": True})])
+def test_a_plan_counts_activations_of_every_family(case: tuple[str, dict[str, Any]]):
+    """The plan is for a GPU: of a CPU's memory, copies that only it keeps are taken off."""
+    family, changes = case
+    shape = {"dim": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 192, "max_sequence_length": 2048}
+    made = build(TrainConfig, {"model": {"kind": family, **shape, **changes}, "precision": "bf16"})
+    if made.model.layer_costs(0).experts:
+        return
+    model = Decoder(made.model, 128)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(init_parameter(name, parameter.shape, made.model, 0))
+    x = torch.randn(1, LENGTH, 64, requires_grad=True)
+    arguments = x, model.rope(torch.arange(LENGTH)[None]), model.mask(torch.zeros(1, LENGTH, dtype=torch.int64), x)
+    normalised = 4 * (made.model.stream_norms * 64 + made.model.normed_heads * 16)
+    copies = FLATTENED + (normalised if isinstance(model.norm, RMSNorm) else 0)
+    layout = Layout(ParallelConfig(data="ddp"), MemoryConfig(), 1, 1, 1)
+    assert kept_per_token(Job(made, 128, LENGTH), layout) == pytest.approx(
+        saved_bytes(model, arguments) - copies, rel=0.1)

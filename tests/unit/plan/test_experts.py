@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.benchmarks.memory_table import fake_ranks, size
 from tests.benchmarks.plan_published import MIXTURES, mixtures_table, predicted
 from tests.unit.plan.test_layouts import must_be_legal
 from tests.unit.plan.test_memory import FLATTENED, LENGTH, NORM
@@ -17,13 +18,18 @@ from tidewheel.plan.activations import kept_per_token, product_sizes
 from tidewheel.plan.communication import expert_axis, groups, unit_bytes
 from tidewheel.plan.experts import all_to_all, rows_bytes
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
-from tidewheel.plan.layout import Job, Layout, held, shares
+from tidewheel.plan.held import held
+from tidewheel.plan.layout import Job, Layout, shares
 from tidewheel.plan.layouts import rank
 from tidewheel.plan.memory import memory
 from tidewheel.plan.routing import routing
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.optim.build import build_optimizer
 from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.parallel.mesh import Mesh
+from tidewheel.train.parallel.model import parallelize
+from tidewheel.train.runtime import Runtime
 
 SMALL = {"kind": "mixtral", "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96,
          "num_experts": 8, "experts_per_token": 2}
@@ -70,6 +76,24 @@ def test_expert_parallelism_leaves_fewer_experts_to_gather(expert: int):
     result = memory(made, where)
     assert result.parameters == pytest.approx(2 * here)
     assert result.optimizer == pytest.approx(made.parameters * 8 / 64)
+
+
+@pytest.mark.parametrize("expert", [1, 4, 8])
+def test_state_on_a_rank_is_what_the_sharding_code_keeps(expert: int):
+    config = build(TrainConfig, {
+        "model": SMALL, "parallel": {"data": "zero3", "expert": expert}, "precision": "bf16", "parameters": "bf16",
+        "batch": {"virtual_ranks": 8, "global_sequences": 8, "micro_sequences": 1},
+        "elastic": {"min_workers": 8, "max_workers": 8}})
+    with fake_ranks(8):
+        mesh = Mesh.build(config.parallel, Runtime(0, 8))
+        with torch.device("meta"):
+            decoder = Decoder(config.model, 1024, config.objective.token_loss()).to(torch.bfloat16)
+        made = parallelize(decoder, config, mesh, torch.device("cpu"), 1)
+        rows = size([parameter for _, parameter in made.named_parameters()])
+        state = size(build_optimizer(made, config.optimizer).tensors().values())
+    planned = memory(Job(config, 1024, 64), Layout(config.parallel, config.memory, 1, 8, 1))
+    assert planned.parameters == rows
+    assert planned.optimizer == pytest.approx(state, abs=8)  # and the number of updates
 
 
 def test_experts_are_gathered_by_the_ranks_that_have_them():

@@ -95,6 +95,14 @@ def test_a_layout_that_does_not_fit_gets_the_nearest_that_does():
     assert ranking.nearest.layout.describe() in ("DP 8 zero2", "DP 8 zero3")
 
 
+def test_gradients_are_summed_in_the_configured_type():
+    config = {"model": {"preset": "1b"}, "precision": "bf16", "parallel": {"reduce_dtype": "bf16"},
+              "batch": {"global_sequences": 64, "micro_sequences": 1, "virtual_ranks": 16}}
+    ranking = rank(Job(build(TrainConfig, config), 128_256, 4096), ClusterConfig(gpus=16))
+    assert {item.layout.parallel.reduce_dtype for item in ranking.fitting} == {"bf16"}
+    must_be_legal(config, ranking, 16, 128_256, 4096)
+
+
 def test_nothing_is_legal():
     job = Job(build(TrainConfig, {"batch": {"global_sequences": 5, "micro_sequences": 1, "virtual_ranks": 5}}), 513, 63)
     with pytest.raises(ConfigError, match="no layout of the model on 7 GPUs is legal"):

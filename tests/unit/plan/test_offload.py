@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.unit.plan.test_recipes import job_of
+from tidewheel.cli import run_command
 from tidewheel.config import build
 from tidewheel.plan.hardware import GPUS, ClusterConfig
-from tidewheel.plan.layout import Job, Layout, held, shares
+from tidewheel.plan.held import held
+from tidewheel.plan.layout import Job, Layout, shares
 from tidewheel.plan.layouts import own, rank
 from tidewheel.plan.offload import HOST_SHARE, UPDATE_TRAFFIC, host_bytes, transfers, update_seconds
 from tidewheel.plan.step_time import step_time
@@ -110,3 +112,12 @@ def test_layouts_of_an_offloaded_run_are_offloaded():
     ranking = rank(job_of("pretrain_10b_2x24gb"), CLUSTER)
     assert {item.layout.parallel.offload for item in ranking.fitting} == {True}
     assert {item.layout.parallel.data for item in ranking.fitting} <= {"zero2", "zero3"}
+
+
+def test_the_command_says_what_the_update_takes(capsys: pytest.CaptureFixture[str]):
+    command = ["plan", "jobs/configs/recipes/pretrain_10b_2x24gb.yaml", "--gpus", "2", "--gpu", "rtx4090",
+               "--nodes-of", "2"]
+    assert run_command(command) == 0
+    shown = capsys.readouterr().out
+    assert "offload: the update on the CPU takes 46.3 of 156.3 s in each step" in shown
+    assert "in host memory" in shown

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.benchmarks.recipes import table
+from tests.benchmarks.recipes import small_table, table
 from tidewheel.config import load
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
@@ -84,9 +84,11 @@ def test_the_layout_is_legal_and_fits_the_gpus(name: str):
     assert command in (FOLDER / f"{name}.yaml").read_text()
 
 
-def test_the_page_has_the_table_of_the_files():
-    """`python -m tests.benchmarks.recipes` prints it."""
-    assert table() in (ROOT / "docs/recipes.md").read_text()
+def test_the_page_has_the_tables_of_the_files():
+    """`python -m tests.benchmarks.recipes` prints them."""
+    page = (ROOT / "docs/recipes.md").read_text()
+    assert table() in page
+    assert small_table() in page
 
 
 def test_settings_have_sources():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -122,6 +123,24 @@ def test_runs_that_determine_nothing_are_refused(data: list[Observation], messag
         fit(data)
 
 
+def test_losses_that_do_not_fall_are_refused():
+    """Losses that grow with the size, as with one learning rate for all sizes."""
+    data = [Observation(run.parameters, run.tokens, TRUE.loss(1e12, run.tokens) * (run.parameters / 5e7) ** 0.02)
+            for run in runs(0, 0)]
+    with pytest.raises(ConfigError, match="do not fall with the number of parameters"):
+        fit(data)
+
+
+def test_few_noisy_runs_give_wide_intervals_not_errors():
+    data = [run for index, run in enumerate(runs(5, 0.03)) if index % 4 == 0]
+    found = fit(data, resamples=200)
+    values = as_json(found, data, ["run"] * len(data))
+    assert all(low <= high for _, low, high in values["intervals"].values())
+    value, low, high = values["budgets"][-1]["parameters"]
+    assert low < value / 3
+    assert high > value * 3
+
+
 @pytest.fixture(scope="module")
 def fitted() -> tuple[Fit, list[Observation]]:
     data = runs(1, 0.005)
@@ -134,6 +153,8 @@ def test_a_report_has_every_run_and_every_size(fitted: tuple[Fit, list[Observati
     assert html.count("<circle") == len(data)
     assert html.count("<polyline") == 6
     assert all(f"run-{index}" in html for index in range(len(data)))
+    marks = re.findall(r'<text[^>]*text-anchor="middle">([^<]*)</text>', html)
+    assert marks == ["1 B", "10 B", "100 B", "training tokens"], "round numbers, however many runs there are"
 
 
 def test_a_budget_by_a_law_of_ones_own(fitted: tuple[Fit, list[Observation]], tmp_path,

@@ -10,9 +10,9 @@ from tests.benchmarks.pipeline_schedules import bubble as simulated
 from tests.benchmarks.pipeline_schedules import timeline
 from tests.benchmarks.plan_published import RUNS, predicted
 from tidewheel.config import build
-from tidewheel.plan.communication import FACTORS, group, sent
 from tidewheel.plan.hardware import LINK_SHARE, ClusterConfig
 from tidewheel.plan.layout import Job, Layout
+from tidewheel.plan.links import FACTORS, group, sent
 from tidewheel.plan.step_time import bubble, passes, seen, step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig

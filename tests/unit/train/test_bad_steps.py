@@ -61,8 +61,8 @@ def plant(wrong: dict[str, str], patch: pytest.MonkeyPatch) -> None:
     """Give batches with a sequence of `wrong` a loss that is not a number ("nan") or jumps ("spike")."""
     real_batch, real_step = batches.micro_batch, ParallelModel.forward_backward
 
-    def micro_batch(rows: Any, part: slice, *rest: Any) -> Any:
-        micro = real_batch(rows, part, *rest)
+    def micro_batch(rows: Any, part: slice, *rest: Any, **options: Any) -> Any:
+        micro = real_batch(rows, part, *rest, **options)
         kinds = [wrong.get(name, "") for name in rows.ids[part]]
         micro.tokens[[kind == "nan" for kind in kinds], 0] = MARK
         micro.tokens[[kind == "spike" for kind in kinds], 0] = MARK + 1

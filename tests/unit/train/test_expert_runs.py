@@ -93,29 +93,34 @@ def test_a_withheld_step_moves_no_bias():
         assert all(bool(bias.any()) != bad for _, bias in model.named_buffers())
 
 
-def saved_by(parallel_values: dict[str, Any], uri: str) -> None:
-    """Train two steps under a layout and save; the single process of the test loads it."""
-    wanted = layouts.config(parallel_values, model=MODEL)
+LAYOUTS: tuple[dict[str, Any], ...] = ({"pipeline": 2}, {"data": "zero3"}, {"tensor": 2})
+
+
+def save_under_each_layout(folder: str) -> None:
+    """Train two steps under each layout, save, and load into another layout."""
     runtime = Runtime(dist.get_rank(), dist.get_world_size())
-    model = parallel.build(wanted, layouts.VOCABULARY, runtime)
-    parallel.init_weights(model, seed=3)
-    optimizer = build_optimizer(model, wanted.optimizer)
-    for step in range(2):
-        train_step(model, optimizer, layouts.micro_batches(step, model.mesh.data_rank, model.mesh.data_size),
-                   Collectives(runtime), virtual_ranks=4, clip_norm=0.5)
-    CheckpointManager(storage.store(uri), asynchronous=False).save(2, training_state(model, optimizer), {"step": 2})
-    other = parallel.build(layouts.config({"data": "zero3"}, model=MODEL), layouts.VOCABULARY, runtime)
-    CheckpointManager(storage.store(uri)).load_latest({"model": model_state(other)})
-    assert all(bool(bias.any()) for _, bias in other.named_buffers())
+    for number, layout in enumerate(LAYOUTS):
+        wanted = layouts.config(layout, model=MODEL)
+        model = parallel.build(wanted, layouts.VOCABULARY, runtime)
+        parallel.init_weights(model, seed=3)
+        optimizer = build_optimizer(model, wanted.optimizer)
+        for step in range(2):
+            train_step(model, optimizer, layouts.micro_batches(step, model.mesh.data_rank, model.mesh.data_size),
+                       Collectives(runtime), virtual_ranks=4, clip_norm=0.5)
+        uri = f"{folder}/{number}"
+        CheckpointManager(storage.store(uri), asynchronous=False).save(2, training_state(model, optimizer), {"step": 2})
+        other = parallel.build(layouts.config(LAYOUTS[number - 1], model=MODEL), layouts.VOCABULARY, runtime)
+        CheckpointManager(storage.store(uri)).load_latest({"model": model_state(other)})
+        assert all(bool(bias.any()) for _, bias in other.named_buffers())
 
 
-@pytest.mark.parametrize("layout", [{"pipeline": 2}, {"data": "zero3"}, {"tensor": 2}], ids=str)
-def test_biases_are_in_checkpoints_of_every_layout(tmp_path: Path, layout: dict[str, Any]):
-    on_ranks(2, saved_by, layout, str(tmp_path))
+def test_biases_are_in_checkpoints_of_every_layout(tmp_path: Path):
+    on_ranks(2, save_under_each_layout, str(tmp_path))
     reference, _ = layouts.train(layouts.config({}, model=MODEL), 1, 2)
-    model = parallel.build(layouts.config({}, model=MODEL), layouts.VOCABULARY, Runtime())
-    state = model_state(model)
-    CheckpointManager(storage.store(tmp_path)).load_latest({"model": state})
-    for name, value in model_state(reference).items():
-        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4)
-    assert len([name for name in state if name.endswith("selection_bias")]) == 2
+    for number, layout in enumerate(LAYOUTS):
+        model = parallel.build(layouts.config({}, model=MODEL), layouts.VOCABULARY, Runtime())
+        state = model_state(model)
+        CheckpointManager(storage.store(tmp_path / str(number))).load_latest({"model": state})
+        for name, value in model_state(reference).items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=f"{layout}: {name}")
+        assert len([name for name in state if name.endswith("selection_bias")]) == 2

@@ -285,5 +285,5 @@ def test_a_loss_mask_selects_the_targets(tmp_path: Path):
 def test_preference_sets_are_refused(tmp_path: Path):
     manifest = write_shards(tmp_path / "shards")
     write_manifest(storage.store(tmp_path / "shards"), replace(manifest, kind="preferences"))
-    with pytest.raises(ShardError, match="a set of preferences"):
+    with pytest.raises(ShardError, match=r"rows are pairs, but objective\.kind next_token"):
         alone(config(tmp_path, "pairs", "data.validation=''"))

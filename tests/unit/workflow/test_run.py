@@ -72,7 +72,12 @@ def flow(min_words: int = 50) -> tw.Workflow:
 
 def run(output, raw, **changes: Any) -> tuple[dict[str, Any], list[str]]:
     """Records by step, and the steps that were run."""
-    spec = flow(**changes).spec(str(output), str(raw))
+    return run_here(flow(**changes), output, raw)
+
+
+def run_here(of: tw.Workflow, output, raw) -> tuple[dict[str, Any], list[str]]:
+    """Run a workflow in this process; return records by step, and the steps that were run."""
+    spec = of.spec(str(output), str(raw))
     nodes, records = workflow.nodes_of(spec), Records(str(output))
     launcher = Here(nodes, input=str(raw), output=str(output))
     launcher.begun = []

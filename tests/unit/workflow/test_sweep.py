@@ -6,6 +6,8 @@ import pytest
 
 import tidewheel as tw
 from tests.unit.plan.test_scaling import TRUE, runs
+from tests.unit.workflow.test_run import raw as raw
+from tests.unit.workflow.test_run import run_here
 from tidewheel.errors import ConfigError
 from tidewheel.plan.scaling.budget import read_law
 from tidewheel.storage import join, store
@@ -69,3 +71,24 @@ def test_the_law_of_finished_runs(tmp_path):
 def test_runs_without_a_validation_set_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no validation loss"):
         KINDS["scaling_law"].run(task(tmp_path, validation=False), print)
+
+
+@pytest.mark.long
+def test_a_sweep_from_raw_text(raw, tmp_path):
+    """Nine trainings on the demo's text, and the law of their losses, by the workflow's own schedule."""
+    tokenizer = tw.Tokenizer("bpe", "corpus/*.jsonl", vocabulary_size=512, sample_bytes=100_000)
+    corpus = (tw.Pipeline("web").set(partitions=1).read("corpus/*.jsonl").tokenize(tokenizer)
+              .pack(sequence_length=64, validation_fraction=0.1))
+    settings = {"model": {"num_layers": 2, "num_heads": 2}, "schedule": {"warmup_steps": 5},
+                "evaluation": {"sample_tokens": 0, "sequences": 64},
+                "batch": {"global_sequences": 16, "micro_sequences": 16, "virtual_ranks": 1}}
+    swept = tw.sweep("law", settings, corpus, steps=[40, 80, 160], sizes=[
+        {"model": {"dim": dim}, "optimizer": {"learning_rate": 0.3 / dim}} for dim in (16, 32, 64)])
+    flow = tw.Workflow("scaling", swept)
+    done, _ = run_here(flow, tmp_path, raw)
+    artifact = done["law"].artifact
+    assert len(store(done["law"].place).read_json("law.json")["runs"]) == 9
+    assert artifact["law"]["alpha"] > 0
+    assert artifact["law"]["beta"] > 0
+    result = flow.run(str(tmp_path), input=str(raw), address="127.0.0.1:1")  # nothing to do: no cluster is needed
+    assert result.laws["law"].beta == pytest.approx(artifact["law"]["beta"])

@@ -12,7 +12,7 @@ from tidewheel.data.tokenize.chat import ChatTemplate, Messages, Refused, Tools,
 from tidewheel.shards.preferences import preference_schema
 from tidewheel.shards.tokenizer import Encoder
 
-TOO_LONG, REFUSED = "pair_too_long", "template_refused"
+TOO_LONG, REFUSED, EQUAL = "pair_too_long", "template_refused", "equal_answers"
 Pair = tuple[Messages, Messages, Messages]
 
 
@@ -65,6 +65,9 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
         longest = max(len(chosen_ids), len(rejected_ids))
         if longest > sequence_length:
             dropped[index] = (TOO_LONG, f"{longest} tokens, a row has {sequence_length}")
+            continue
+        if np.array_equal(chosen_ids, rejected_ids):
+            dropped[index] = (EQUAL, "the template makes both answers the same tokens")
             continue
         shared = min(int(np.searchsorted(spans[:, 1], prompts[position], side="right"))
                      for spans in (chosen_spans, rejected_spans))

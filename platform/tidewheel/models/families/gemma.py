@@ -118,6 +118,14 @@ class Gemma(Gated):
     def extra_parameters(self) -> tuple[int, int]:
         return 0, 2 * self.dim + (2 * self.head_width if self.qk_norm else 0)
 
+    @property
+    def stream_norms(self) -> int:
+        return 4
+
+    @property
+    def normed_heads(self) -> int:
+        return self.num_heads + self.kv_heads if self.qk_norm else 0
+
     def hugging_face_names(self) -> dict[str, str]:
         return {**super().hugging_face_names(), "attention_post_norm": "post_attention_layernorm",
                 "ffn_norm": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}

@@ -81,6 +81,10 @@ class Llama(Gated):
     def extra_parameters(self) -> tuple[int, int]:
         return 0, 2 * self.head_width if self.qk_norm else 0
 
+    @property
+    def normed_heads(self) -> int:
+        return self.num_heads + self.kv_heads if self.qk_norm else 0
+
     def to_hugging_face(self, vocabulary_size: int, *, eos: int | None, dtype: str) -> dict[str, Any]:
         """Return the content of config.json: of Qwen 3 if queries and keys are normalised, else of Llama.
 

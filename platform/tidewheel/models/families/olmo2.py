@@ -57,6 +57,10 @@ class Olmo2(Gated):
     def extra_parameters(self) -> tuple[int, int]:
         return (self.num_heads + self.kv_heads) * self.head_width, 0  # of the norms over all heads
 
+    @property
+    def normed_heads(self) -> int:
+        return self.num_heads + self.kv_heads
+
     def hugging_face_names(self) -> dict[str, str]:
         return {**super().hugging_face_names(), "attention_post_norm": "post_attention_layernorm",
                 "ffn_post_norm": "post_feedforward_layernorm"}

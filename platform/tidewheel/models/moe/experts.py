@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor, Partial
 
 from tidewheel.models.loss import product_dtype
@@ -108,7 +109,7 @@ class Arithmetic(Protocol):
         """
 
 
-class ByGroup:
+class ByGroup(Arithmetic):
     """One grouped product and one activation for each group; see `Arithmetic`."""
 
     def product(self, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
@@ -128,7 +129,13 @@ class ByGroup:
 
 
 def activation(kind: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the activation of a kind, silu(gate) * up or `clamped_swiglu`."""
+    """Return the activation of each row, [R, F].
+
+    Args:
+        kind: silu: silu(gate) * up. clamped: `clamped_swiglu`.
+        gate: [R, F].
+        up: [R, F].
+    """
     return clamped_swiglu(gate, up) if kind == "clamped" else F.silu(gate) * up
 
 
@@ -167,13 +174,13 @@ def grouped_product(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, counts_E: t
         weight_EMN: a matrix for each expert.
         counts_E: int64, rows of each expert; they add up to R.
     """
-    if can_group(rows_RN, weight_EMN):
-        offsets = counts_E.cumsum(dim=0, dtype=torch.int32)
-        return F.grouped_mm(rows_RN, weight_EMN.transpose(1, 2), offs=offsets)
-    parts = rows_RN.split(_sizes(counts_E, len(rows_RN)))
-    # indexing the weight in the loop would write a gradient of the whole weight for every expert
-    products = [torch.bmm(part[None], matrix.t()[None])[0] for part, matrix in zip(parts, weight_EMN.unbind())]
-    return torch.cat(products)
+    if rows_RN.is_meta:  # a block runs on the meta device for its shapes alone
+        return rows_RN.new_empty(len(rows_RN), weight_EMN.shape[1])
+    grouped = can_group(rows_RN, weight_EMN)
+    product = _grouped if grouped else _loop
+    if torch.compiler.is_compiling() and not (grouped and rows_RN.dtype == torch.bfloat16):
+        return _uncompiled(product, rows_RN, weight_EMN, counts_E)  # torch's compiler knows no other grouped product
+    return product(rows_RN, weight_EMN, counts_E)
 
 
 def can_group(rows: torch.Tensor, weight_EMN: torch.Tensor) -> bool:
@@ -183,11 +190,22 @@ def can_group(rows: torch.Tensor, weight_EMN: torch.Tensor) -> bool:
     return len(rows) > 0 and aligned and rows.dtype in GROUPED and rows.dtype == weight_EMN.dtype
 
 
-def _sizes(counts_E: torch.Tensor, rows: int) -> list[int]:
-    if counts_E.is_meta:  # a block runs on the meta device for its shapes alone
-        each, more = divmod(rows, len(counts_E))
-        return [each + (expert < more) for expert in range(len(counts_E))]
-    return [int(count) for count in counts_E.tolist()]
+def _grouped(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    offsets = counts_E.cumsum(dim=0, dtype=torch.int32)
+    return F.grouped_mm(rows_RN, weight_EMN.transpose(1, 2), offs=offsets)
+
+
+def _loop(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    parts = rows_RN.split([int(count) for count in counts_E.tolist()])
+    # indexing the weight in the loop would write a gradient of the whole weight for every expert
+    products = [torch.bmm(part[None], matrix.t()[None])[0] for part, matrix in zip(parts, weight_EMN.unbind())]
+    return torch.cat(products)
+
+
+@_disable_dynamo
+def _uncompiled(product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    """Call a product outside of compiled code."""
+    return product(*operands)
 
 
 class _AddBias(torch.autograd.Function):

@@ -100,7 +100,8 @@ class Router(nn.Module):
         config = self.config
         chosen_by = logits_TE if config.SCORES == "chosen_softmax" else scores_TE
         with torch.no_grad():
-            experts_TK = choose(chosen_by + self.selection_bias, config)
+            bias = self.selection_bias.to(chosen_by.device)  # it is on the host with `parallel.offload`
+            experts_TK = choose(chosen_by + bias, config)
         if config.SCORES == "chosen_softmax":
             weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)
         else:

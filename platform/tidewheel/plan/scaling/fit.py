@@ -25,8 +25,10 @@ DELTA = 1e-3
 KEPT_STARTS = 48
 """Number of starting points, the best of the grid, that are followed."""
 COEFFICIENTS = 5
-_GRID = (np.arange(-1, 1.5, 0.5), np.arange(0, 26, 5.0), np.arange(0, 26, 5.0), np.arange(0, 2.5, 0.5),
-         np.arange(0, 2.5, 0.5))
+LEAST_EXPONENT = 1e-3
+"""Lower bound of alpha and beta: without it, noisy runs can give a law in which more parameters or tokens do harm."""
+_EXPONENTS = np.array([LEAST_EXPONENT, 0.5, 1.0, 1.5, 2.0])
+_GRID = (np.arange(-1, 1.5, 0.5), np.arange(0, 26, 5.0), np.arange(0, 26, 5.0), _EXPONENTS, _EXPONENTS)
 """Starting points of e, a, b, alpha and beta (arXiv:2203.15556, section D.2)."""
 
 
@@ -83,7 +85,7 @@ def fit(observations: Sequence[Observation], *, name: str = "fitted", confidence
         seed: of the samples.
 
     Raises:
-        ConfigError: the runs cannot determine the five coefficients.
+        ConfigError: the runs cannot determine the five coefficients, or the losses do not fall with N and with D.
     """
     _check(observations)
     sizes = np.log([run.parameters for run in observations])
@@ -96,6 +98,7 @@ def fit(observations: Sequence[Observation], *, name: str = "fitted", confidence
     candidates, costs = problem.minimise(starts, np.repeat(whole, len(starts), axis=0))
     best = candidates[int(np.argmin(costs))]
     weights = _resampled(len(observations), resamples, seed)
+    _check_exponents(best)
     others, _ = problem.minimise(np.repeat(best[None], resamples, axis=0), weights)
     laws = [_law(row, centre, name, len(observations)) for row in (best, *others)]
     residuals = target - problem.predict(best[None])[0][0]
@@ -147,6 +150,7 @@ class _Problem:
             scale = np.einsum("bii->bi", curvature)
             damped = curvature + np.einsum("bi,ij->bij", damping[active, None] * scale + 1e-12, np.eye(COEFFICIENTS))
             tried = here + np.linalg.solve(damped, downhill[..., None])[..., 0]
+            tried[:, 3:] = tried[:, 3:].clip(LEAST_EXPONENT)
             new_costs = self.cost(tried, counts)
             better = new_costs < costs[active]
             gain = np.where(better, (costs[active] - new_costs) / costs[active].clip(1e-300), 0.0)
@@ -191,3 +195,16 @@ def _check(observations: Sequence[Observation]) -> None:
     if wrong := [run for run in observations if not (run.parameters > 0 and run.tokens > 0 and run.loss > 0)]:
         raise ConfigError(f"{wrong[0]} has a value that is not positive", where="scaling law",
                           fix="leave out runs that diverged")
+
+
+def _check_exponents(row: Array) -> None:
+    """Check that the loss falls with parameters and with tokens.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for what, exponent in (("parameters", row[3]), ("tokens", row[4])):
+        if exponent <= LEAST_EXPONENT:
+            raise ConfigError(f"the losses do not fall with the number of {what}, within their noise",
+                              where="scaling law", fix="give runs that differ more, a larger validation set, or a "
+                              "learning rate that fits each size")

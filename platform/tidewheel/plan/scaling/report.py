@@ -115,7 +115,7 @@ def figure(values: dict[str, Any]) -> Html:
     y = Scale(min(losses) - margin, max(losses) + margin, BOTTOM, TOP)
     svg = Svg(BOTTOM + 50, "loss of runs and of the fitted law, against training tokens")
     grid(svg, y, LEFT, RIGHT, "validation loss, nats per token")
-    for tokens in sorted({run["tokens"] for run in runs}):
+    for tokens in _marks(first, last):
         svg.text(x(math.log(tokens)), BOTTOM + 18, short(tokens), "middle")
     svg.text((LEFT + RIGHT) / 2, BOTTOM + 38, "training tokens", "middle")
     steps = [first * (last / first) ** (step / 60) for step in range(61)]
@@ -127,3 +127,11 @@ def figure(values: dict[str, Any]) -> Html:
                 svg.dot(x(math.log(run["tokens"])), y(run["loss"]), colour, title=f"{run['name']}: {run['loss']:.4f}")
     return join([svg.render(), legend([(COLOURS[index % len(COLOURS)], f"{short(size)} parameters")
                                        for index, size in enumerate(sizes)])])
+
+
+def _marks(first: float, last: float) -> list[float]:
+    """Return round numbers from `first` to `last` on a logarithmic axis, or both ends if none is between them."""
+    decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+    steps = (1, 2, 5) if len(decades) < 5 else (1,)
+    marks = [step * 10.0**decade for decade in decades for step in steps]
+    return [mark for mark in marks if first <= mark <= last] or [first, last]

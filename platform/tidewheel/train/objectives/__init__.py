@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from tidewheel.parts import Chosen, Kind
 from tidewheel.train.objective import Objective
+from tidewheel.train.objectives.cpo import CPO as CPO
+from tidewheel.train.objectives.dpo import DPO as DPO
+from tidewheel.train.objectives.kto import KTO as KTO
 from tidewheel.train.objectives.next_token import NextToken as NextToken
+from tidewheel.train.objectives.orpo import ORPO as ORPO
+from tidewheel.train.objectives.reward_model import RewardModel as RewardModel
+from tidewheel.train.objectives.simpo import SimPO as SimPO
 
 KIND = Kind("objective", Objective, __name__, "tidewheel.objectives")
 DEFAULT = "next_token"
 ChosenObjective = Annotated[Objective, Chosen(KIND, DEFAULT)]
+
+
+def where(condition: Callable[[type[Objective]], bool]) -> str:
+    """Return the names of the built-in objectives that meet a condition, for messages."""
+    return ", ".join(name for name in KIND.built_in() if condition(KIND.find(name)))

@@ -20,8 +20,9 @@ from tidewheel.models.moe.experts import Experts
 from tidewheel.models.moe.layer import MoE
 from tidewheel.train.parallel.dispatch import AllToAll
 from tidewheel.train.parallel.mesh import Mesh
-from tidewheel.train.reproducible.exchange import OrderedSum
+from tidewheel.train.reproducible.exchange import Group, OrderedSum
 from tidewheel.train.reproducible.experts import BySource
+from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class ShardedExperts:
     mesh: DeviceMesh
     sources: int
     sums: Callable[[], OrderedSum] | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, order: GradientOrder | None) -> ShardedExperts:
+        """Return how the experts of a run are sharded.
+
+        Args:
+            mesh: the ranks.
+            order: of reproducible mode.
+        """
+        if order is None:
+            return cls(mesh.expert_shard_mesh(), mesh.expert)
+        near = Group.experts(mesh)
+        far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
+        return cls(mesh.expert_shard_mesh(replicate=False), mesh.expert, lambda: OrderedSum(order, near, far))
 
 
 def apply(part: nn.Module, mesh: Mesh, *, reproducible: bool) -> None:

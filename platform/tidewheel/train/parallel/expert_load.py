@@ -133,9 +133,9 @@ class ExpertLoad:
         counts = total.view(len(self.layers), -1)[:, :self._experts]
         biases = torch.stack([router.selection_bias for router in self._routers.values()])
         of_layers = torch.stack([counts[self._row[layer]] for layer in self._routers])
-        moved = moved_bias(biases, of_layers, config.balancing_rate)
+        moved = moved_bias(biases, of_layers.to(biases.device), config.balancing_rate)
         if skip is not None:
-            moved = torch.where(skip != 0, biases, moved)
+            moved = torch.where(skip.to(biases.device) != 0, biases, moved)
         for router, bias in zip(self._routers.values(), moved):
             router.selection_bias.copy_(bias)
 

@@ -194,10 +194,12 @@ def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -
     tensor = parallel.tensor
     shared = [("key and value heads", model.kv_heads), ("query heads", model.num_heads),
               ("model.ffn_dim", model.ffn_width), ("the vocabulary", vocabulary_size or tensor),
-              ("learned positions, model.max_sequence_length", model.learned_positions)]
+              ("learned positions, model.max_sequence_length", model.learned_positions or tensor)]
+    if isinstance(model, MixtureOfExperts):
+        shared.append(("the inner width of an expert", model.expert_width))
     for what, size in shared:
         if size % tensor:
-            legal = divisors(*(size for _, size in shared if size != tensor))
+            legal = divisors(*(size for _, size in shared if size not in (0, tensor)))
             return (f"parallel.tensor {tensor} does not divide {what}, {size}; nearest that does: "
                     f"{nearest(tensor, legal)}")
     if (reason := _heads(parallel, model)) is not None:

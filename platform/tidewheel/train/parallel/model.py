@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KEEP_PARAMETERS", "ParallelModel", "build", "local", "parallelize"]
 
+HEAD_WEIGHT = "output.weight"
+"""Name of the matrix that an objective's head replaces."""
 KEEP_PARAMETERS = 100_000_000
 """Below this number of parameters, `data: auto` is zero2 and `reduce: auto` is step, which communicate least."""
 
@@ -150,19 +152,23 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, micro: MicroBatch, context: AbstractContextManager[None] | None = None) -> torch.Tensor:
-        """Return the sum of token losses, an fp32 scalar. It is the cross-entropy for every objective.
+        """Return what validation measures on a micro-batch.
 
-        It is zero on all but one of the ranks that compute the same loss. Call `reshard` after the last micro-batch.
+        On packed sequences it is the sum of token losses, an fp32 scalar: the cross-entropy for every objective. On
+        pairs it is the objective's loss and metrics, fp32 [1 + metrics]. It is zero on all but one of the ranks that
+        compute the same values. Call `reshard` after the last micro-batch.
         """
         micro = self._share(micro)
+        objective = self.objective.bound(micro) if self.objective.parts > 1 else None
         with context or nullcontext():
             if self.pipeline is None:
-                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets,
-                                     documents=micro.documents)
+                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets, objective,
+                                     micro.documents)
             else:
                 last = self.pipeline.forward(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
-                                             micro.documents)
-                loss = torch.zeros((), device=micro.tokens.device) if last is None else last
+                                             micro.documents, objective)
+                width = () if objective is None else (1 + len(self.objective.METRICS),)
+                loss = torch.zeros(width, device=micro.tokens.device) if last is None else last
         return self._reported(loss)
 
     @torch.no_grad()
@@ -238,7 +244,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     if parallel.async_tensor:
         async_tensor.check(mesh.group("tensor"), device, runtime.node)
     with torch.device("meta"):
-        whole = Decoder(config.model, vocabulary_size, config.objective.token_loss())
+        whole = _decoder(config, vocabulary_size)
     if config.parameters == "bf16":
         whole.to(torch.bfloat16)
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -259,6 +265,17 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
                         sequence_parts=parallel.tensor, dtype=whole.weight.dtype, objective=config.objective)
     return ParallelModel(parts, parallelized, mesh, config.model, vocabulary_size, num_parameters, pipeline, order,
                          config.objective, rows)
+
+
+def _decoder(config: TrainConfig, vocabulary_size: int) -> Decoder:
+    """Return the decoder, with the objective's head in the place of the output matrix if it has one."""
+    head = config.objective.HEAD
+    if not head:
+        return Decoder(config.model, vocabulary_size, config.objective.token_loss())
+    model = config.model.model_copy(update={"tie_embeddings": False})  # the head has weights of its own
+    whole = Decoder(model, vocabulary_size, config.objective.token_loss())
+    whole.output = nn.Linear(model.dim, head, bias=False)
+    return whole
 
 
 def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,
@@ -325,7 +342,7 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
         # a single rank runs without FSDP2, which would round the weights of norms to 16 bits
         precision = dataclasses.replace(precision, param_dtype=None)
     if mesh.expert > 1:
-        ordered["experts"] = _sharded_experts(mesh, order)
+        ordered["experts"] = expert.ShardedExperts.of(mesh, order)
     data = FullyShard(
         part, shards, reshard_after_forward=parallel.data == "zero3" or (
             parallel.data == "auto" and _large(config, num_parameters)),
@@ -333,15 +350,6 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
         **ordered)
     part.to_empty(device="cpu" if parallel.offload else device)
     return data
-
-
-def _sharded_experts(mesh: Mesh, order: GradientOrder | None) -> expert.ShardedExperts:
-    if order is None:
-        return expert.ShardedExperts(mesh.expert_shard_mesh(), mesh.expert)
-    near = Group.experts(mesh)
-    far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
-    return expert.ShardedExperts(mesh.expert_shard_mesh(replicate=False), mesh.expert,
-                                 lambda: OrderedSum(order, near, far))
 
 
 def _large(config: TrainConfig, num_parameters: int) -> bool:

@@ -44,9 +44,10 @@ class OrderedReduceScatter(ReduceScatter):
     def alone(self, gradient: torch.Tensor) -> None:
         """Add a gradient that FSDP2 has no other rank to reduce with, and write the sum over it.
 
-        FSDP2 calls no reduce-scatter on a single rank, but its hook for an all-reduce.
+        FSDP2 calls no reduce-scatter on a single rank, but its hook for an all-reduce. The sum may keep the gradient's
+        memory, to which nobody else writes.
         """
-        self(gradient, gradient.clone())
+        self(gradient, gradient)
 
 
 def reduce_by_source(unit: FSDPModule, order: GradientOrder, experts: ShardedExperts) -> None:
@@ -97,4 +98,5 @@ def _by_rank(gradient: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
     if dim:
         gradient = torch.cat(gradient.chunk(ranks, dim=dim))
     rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
-    return F.pad(rows, (0, 0, 0, -len(rows) % ranks)).view(ranks, -1)
+    missing = -len(rows) % ranks
+    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).reshape(ranks, -1)

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.documents import Documents
 from tidewheel.train import objectives
-from tidewheel.train.objective import Objective
+from tidewheel.train.objective import Bound, Objective
 from tidewheel.train.parallel.data_parallel import SingleProcess, local
 from tidewheel.train.parallel.stages import ScheduleName, Stage
 
@@ -132,7 +132,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
-                targets: torch.Tensor | None = None, documents: Documents | None = None) -> torch.Tensor | None:
+                targets: torch.Tensor | None = None, documents: Documents | None = None,
+                objective: Bound | None = None) -> torch.Tensor | None:
         """Return the output of the whole decoder on the rank with the last stage, None on the others.
 
         The others do not wait for it, so the stages overlap several calls in a row.
@@ -143,6 +144,7 @@ class Pipeline:
             segment_ids: of the tokens.
             targets: None: logits are returned.
             documents: of the tokens.
+            objective: computed by the last stage in the place of the cross-entropy.
         """
         x: torch.Tensor | None = None
         for stage, part in self._mine:
@@ -150,7 +152,7 @@ class Pipeline:
                 x = torch.empty(self._shape(tokens), dtype=self._dtype, device=self._device)
                 dist.recv(x, group=self._group, group_src=self._stages[stage.index - 1].rank)
             x = part(tokens if stage.first else x, positions, segment_ids, targets if stage.last else None,
-                     documents=documents)
+                     objective if stage.last else None, documents)
             if not stage.last and self._stages[stage.index + 1].rank != self._rank:
                 self._send(stage.index, x.contiguous())
         return x if self.has_last else None

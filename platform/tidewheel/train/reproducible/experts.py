@@ -5,11 +5,11 @@ With expert parallelism a rank computes the rows of several source micro-batches
 A weight gradient, which adds up the rows of a product, becomes its source's leaf in the sum of gradients (`tree.py`).
 
 One product for the rows of all sources would be faster but not the same: a library of matrix products chooses its order
-of additions by the number of rows and of threads. `python -m tests.benchmarks.expert_products --bits` shows where. Even
+of additions by the number of rows and of threads. `python -m tests.benchmarks.expert_products` shows where. Even
 the activation depends on where a row is: a CPU computes the last elements of a tensor without vector instructions,
 whose exponential has other last bits.
 
-Suffixes of names give shapes: R rows, S sources, E experts of this rank, N, M and F widths.
+Suffixes of names give shapes: R rows, G groups of rows (one of each source), E experts of this rank, N, M and F widths.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from tidewheel.models.moe.experts import Activation, activation, expert_product
+from tidewheel.models.moe.experts import Activation, Arithmetic, activation, expert_product
 
 
-class BySource:
+class BySource(Arithmetic):
     """The arithmetic of a layer's experts in reproducible mode, and the weight gradients of other sources.
 
-    The gradient of the first source is autograd's. Those of the others stay here until the gradients are reduced.
+    A group of rows is a source. The gradient of the first source is autograd's. Those of the others stay here until the
+    gradients are reduced. With several sources, the counts are on the host.
     """
 
     def __init__(self) -> None:
@@ -43,41 +44,24 @@ class BySource:
         return self._others.pop(name, [])
 
     def product(self, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
-                counts_SE: torch.Tensor, name: str) -> torch.Tensor:
-        """Return [R, M], the product of each row with its expert's matrix; see `Arithmetic.product`.
-
-        Args:
-            rows_RN: sorted by source, then by expert.
-            weight_EMN: a matrix for each expert.
-            bias_EM: added to the product.
-            counts_SE: int64, rows of each source for each expert. With several sources it is on the host.
-            name: of the weight.
-        """
-        sources = len(counts_SE)
+                counts_GE: torch.Tensor, name: str) -> torch.Tensor:
+        sources = len(counts_GE)
         if sources == 1:
-            return expert_product(rows_RN, weight_EMN, bias_EM, counts_SE[0])
+            return expert_product(rows_RN, weight_EMN, bias_EM, counts_GE[0])
         weights = _PerSource.apply(weight_EMN, sources, partial(self._keep, name, 1.0))
         biases: Sequence[torch.Tensor | None] = [None] * sources
         if bias_EM is not None:
             share = self.bias_share if name == "w2" else 1.0
             biases = _PerSource.apply(bias_EM, sources, partial(self._keep, f"{name}_bias", share))
-        parts = rows_RN.split(counts_SE.sum(dim=1).tolist())
-        counts = counts_SE.to(rows_RN.device, non_blocking=True)
+        parts = rows_RN.split(counts_GE.sum(dim=1).tolist())
+        counts = counts_GE.to(rows_RN.device, non_blocking=True)
         return torch.cat([expert_product(*operands) for operands in zip(parts, weights, biases, counts)])
 
     def activate(self, kind: Activation, gate_RF: torch.Tensor, up_RF: torch.Tensor,
-                 counts_SE: torch.Tensor) -> torch.Tensor:
-        """Return [R, F], the activation of each row; see `Arithmetic.activate`.
-
-        Args:
-            kind: of activation.
-            gate_RF: sorted as the rows of `product`.
-            up_RF: sorted in the same way.
-            counts_SE: see `product`.
-        """
+                 counts_GE: torch.Tensor) -> torch.Tensor:
         if gate_RF.device.type != "cpu":  # other devices compute all elements in the same way
             return activation(kind, gate_RF, up_RF)
-        sizes = counts_SE.flatten().tolist()
+        sizes = counts_GE.flatten().tolist()
         if kind == "silu":
             return _GatedSilu.apply(gate_RF, up_RF, sizes)
         return torch.cat([activation(kind, gate, up) for gate, up in zip(gate_RF.split(sizes), up_RF.split(sizes))])

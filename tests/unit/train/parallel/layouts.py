@@ -73,7 +73,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_training(wanted: TrainConfig, steps: int = 3) -> ParallelModel:
-    """Check that losses, norms and parameters under `wanted` on all ranks equal those of one process."""
+    """Check that losses, norms, loads and parameters under `wanted` on all ranks equal those of one process."""
     alone = wanted.model_copy(update={"parallel": type(wanted.parallel)()})
     reference, expected = train(alone, 1, steps)
     model, results = train(wanted, dist.get_world_size(), steps)
@@ -85,6 +85,13 @@ def assert_same_training(wanted: TrainConfig, steps: int = 3) -> ParallelModel:
         assert ours.metrics.keys() == theirs.metrics.keys(), where
         for name, value in theirs.metrics.items():
             assert abs(ours.metrics[name] - value) < 1e-5, f"{where}: {name} {ours.metrics[name]}, not {value}"
+        assert ours.experts.keys() == theirs.experts.keys(), where
+        for layer, load in theirs.experts.items():
+            assert ours.experts[layer].counts == load.counts, where
+            assert abs(ours.experts[layer].entropy - load.entropy) < 1e-4, where
+    biases = dict(reference.named_buffers())
+    for name, bias in model.named_buffers():
+        assert torch.allclose(bias, biases[name]), f"{where}: {name}"
     values, expected_values = whole_values(model), whole_values(reference)
     assert values.keys() == expected_values.keys() or model.pipeline is not None  # whose ranks have some of them
     for name, value in values.items():

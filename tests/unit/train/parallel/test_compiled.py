@@ -25,6 +25,25 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 STEPS = 3
 
 
+EXPERTS = {"kind": "mixtral", "ffn_dim": 64, "num_experts": 4, "experts_per_token": 2}
+
+
+@pytest.mark.long
+def test_blocks_whose_experts_are_shared_are_compiled_in_two_graphs():
+    on_ranks(2, _shared_experts)
+
+
+def _shared_experts() -> None:
+    _, expected = train(config({}, model=EXPERTS), 1, STEPS)
+    counters.clear()
+    with mock.patch.object(model_module, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
+        _, results = train(config({"data": "zero3", "expert": 2}, model=EXPERTS, compile=True), 2, STEPS)
+    assert all("AllToAll.__call__" in reason for reason in counters["graph_break"]), dict(counters["graph_break"])
+    assert counters["aot_autograd"]["ok"] == counters["aot_autograd"]["total"] > 1
+    for ours, theirs in zip(results, expected):
+        assert abs(ours.loss / theirs.loss - 1) < 1e-5, f"loss {ours.loss}, not {theirs.loss}"
+
+
 @pytest.mark.long
 def test_blocks_are_compiled_once_and_whole():
     on_ranks(2, _every_layout)

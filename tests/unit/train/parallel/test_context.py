@@ -113,14 +113,12 @@ def _train_all() -> None:
     windows = {"model": {"kind": f"{__name__}:Windowed", "num_kv_heads": 2}}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         *(({"context": 4, "context_method": method}, windows) for method in METHODS),
-        ({"context": 4, "context_method": "ring"}, {"model": {"attention": "blockwise", "num_kv_heads": 1}}),
         ({"context": 2, "tensor": 2, "context_method": "all_to_all"}, {"model": {"num_kv_heads": 2}}),
         ({"context": 2, "pipeline": 2, "context_method": "ring"}, {"memory": {"activation_checkpointing": "full"}}),
         ({"context": 2, "data": "zero3", "context_method": "ring"}, {"memory": {
-            "activation_checkpointing": "selective"}}),
-        ({"context": 2, "tensor": 2, "context_balance": "zigzag"}, {"model": {"attention": "blockwise"}})]
+            "activation_checkpointing": "selective"}})]
     for layout, changes in cases:
-        assert_same_training(config(layout, **changes), steps=2)
+        assert_same_training(config(layout, **changes), steps=1)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -158,11 +156,11 @@ def test_a_ring_never_holds_the_keys_of_a_row():
 
 
 def _ring_memory() -> None:
-    rank, length, width = dist.get_rank(), 8192, 64
+    rank, length, width = dist.get_rank(), 4096, 64
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, width, generator=generator) for _ in range(3))
     grad = torch.randn(1, 1, length, width, generator=generator)
-    segments = torch.arange(length)[None] // 3000
+    segments = torch.arange(length)[None] // 1500
     places = torch.from_numpy(partition.zigzag(length, 4))[:, None]
     own = places[rank][0]
     pieces = [Blockwise(key_intervals(segments, places[rank], places[(rank - hops) % 4])) for hops in range(4)]

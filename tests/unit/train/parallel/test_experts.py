@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tests.every import every
 from tests.ranks import on_ranks
@@ -20,30 +19,14 @@ MODEL = {"kind": "mixtral", "ffn_dim": 64, "num_experts": 4, "experts_per_token"
 AUXILIARY = {**MODEL, "balancing": "auxiliary", "auxiliary_loss": 0.5}
 DEEPSEEK_LIKE = {**MODEL, "shared_experts": 1, "first_dense_layers": 1, "expert_ffn_dim": 32}
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"data": "ddp"}, AUXILIARY), ({"data": "zero1"}, MODEL), ({"data": "zero3"}, MODEL),
-    ({"data": "zero2"}, DEEPSEEK_LIKE), ({"tensor": 2}, AUXILIARY), ({"tensor": 2}, DEEPSEEK_LIKE),
-    ({"context": 2}, AUXILIARY), ({"pipeline": 2}, AUXILIARY)]
-
-
-def biases(model: ParallelModel) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers())
+    ({"data": "ddp"}, AUXILIARY), ({"data": "zero2"}, DEEPSEEK_LIKE), ({"tensor": 2}, AUXILIARY),
+    ({"tensor": 2}, DEEPSEEK_LIKE), ({"context": 2}, AUXILIARY), ({"pipeline": 2}, AUXILIARY)]
 
 
 def check_layouts() -> None:
     for parallel_values, settings in LAYOUTS:
-        wanted = config(parallel_values, model=settings)
-        model = assert_same_training(wanted)
-        alone = wanted.model_copy(update={"parallel": type(wanted.parallel)()})
-        reference, expected = train(alone, 1, 3)
-        _, results = train(wanted, dist.get_world_size(), 3)
-        for ours, theirs in zip(results, expected):
-            assert ours.experts.keys() == theirs.experts.keys()
-            for layer, load in theirs.experts.items():
-                assert sum(ours.experts[layer].counts) == ROWS * LENGTH * 2, parallel_values
-                assert ours.experts[layer].counts == load.counts, parallel_values
-                assert abs(ours.experts[layer].entropy - load.entropy) < 1e-4, parallel_values
-        for name, bias in biases(model).items():
-            torch.testing.assert_close(bias, biases(reference)[name])
+        model = assert_same_training(config(parallel_values, model=settings), steps=2)
+        for _, bias in model.named_buffers():
             assert bool(bias.any()) == (settings["balancing"] == "bias"), parallel_values
 
 
@@ -69,6 +52,7 @@ def test_the_bias_of_every_layer_moves_against_its_load():
     model, results = train(config({}, model={**MODEL, "num_layers": 4, "first_dense_layers": 1}), 1, 1)
     load = results[0].experts
     assert list(load) == [1, 2, 3]
+    assert all(sum(layer.counts) == ROWS * LENGTH * 2 for layer in load.values())
     for layer, router in enumerate([module for module in model.parts[0].modules() if isinstance(module, Router)], 1):
         counts = torch.tensor(load[layer].counts, dtype=torch.float64)
         step = torch.sign(counts.mean() - counts) * 0.01
@@ -86,6 +70,15 @@ def test_experts_without_tokens_get_zeros_and_decay():
             assert torch.equal(parameter.grad[3], torch.zeros_like(parameter.grad[3]))
             torch.testing.assert_close(parameter[3], before[name][3] * (1 - 0.1 * 0.5))
             assert not torch.allclose(parameter[0], before[name][0] * (1 - 0.1 * 0.5))
+
+
+def test_flops_count_the_experts_of_a_token_and_not_all():
+    few, many = (config({}, model={**MODEL, "num_experts": number}).model for number in (4, 16))
+    router = 6 * few.num_layers * few.dim * (16 - 4)
+    assert many.flops_per_token(96, 32) - few.flops_per_token(96, 32) == router
+    dense = config({}, model={"ffn_dim": 128, "qk_norm": False}).model
+    assert few.flops_per_token(96, 32) - dense.flops_per_token(96, 32) == 6 * few.num_layers * few.dim * 4
+    assert many.parameters(96) - few.parameters(96) == few.num_layers * few.dim * 12 * (3 * 64 + 1)
 
 
 def with_idle_expert(wanted: TrainConfig) -> ParallelModel:

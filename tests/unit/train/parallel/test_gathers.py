@@ -10,7 +10,8 @@ import torch
 
 from tests.benchmarks.gathers import Call, Counter, count, settings
 from tidewheel.plan.communication import unit_bytes
-from tidewheel.plan.layout import Job, Layout, held, shares
+from tidewheel.plan.held import held
+from tidewheel.plan.layout import Job, Layout, shares
 
 SHAPE = {"dim": 64, "num_layers": 3, "num_heads": 4, "ffn_dim": 192, "qk_norm": False}
 VOCABULARY, RANKS = 512, 4

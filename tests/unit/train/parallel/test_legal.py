@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
 from tidewheel.models.families import Llama
+from tidewheel.models.families.mixtral import Mixtral
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.parallel.config import ParallelConfig
@@ -102,6 +103,12 @@ def test_an_illegal_configuration_is_refused(overrides: list[str], says: str):
 ])
 def test_a_layout_that_does_not_divide_the_model_is_refused(parallel: dict[str, int], says: str):
     assert says in (legal.shape(ParallelConfig(**parallel), MODEL, 128) or "")
+
+
+def test_a_layout_that_does_not_divide_the_width_of_an_expert_is_refused():
+    model = Mixtral(dim=64, num_heads=8, num_kv_heads=8, ffn_dim=192, expert_ffn_dim=36)
+    reason = "does not divide the inner width of an expert, 36; nearest that does: 4"
+    assert reason in (legal.shape(ParallelConfig(tensor=8), model, 128) or "")
 
 
 def test_a_layout_that_does_not_divide_the_vocabulary_is_refused():

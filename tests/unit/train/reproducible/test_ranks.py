@@ -55,6 +55,8 @@ STEP, STREAM = {"data": "zero3", "reduce": "step"}, {"data": "zero3", "reduce": 
 HALF = {"precision": "bf16", "memory": {"activation_checkpointing": "full"}}
 MASTER = {"precision": "bf16", "parameters": "bf16"}
 LION = {"optimizer": {"kind": "lion", "clip_norm": 0.5}, "loss": {"chunk_tokens": 5, "z_loss": 1e-3}}
+EXPERTS = {"model": {"kind": "mixtral", "dim": 32, "num_layers": 2, "num_heads": 4, "ffn_dim": 40, "num_experts": 4,
+                     "balancing": "bias", "router_z_loss": 0.01, "init_std": 0.1}}
 FLOW = {"batch": {**FEW, "global_sequences": 16}}
 TENSOR, CONTEXT = {"batch": FEW, "loss": {"chunk_tokens": 8}}, {"batch": FEW}
 CASES = [
@@ -66,6 +68,8 @@ CASES = [
     Case(1, "bf16", {}, HALF), Case(2, "bf16", STEP, HALF), Case(4, "bf16", STREAM, HALF),
     Case(1, "masters", {}, MASTER), Case(2, "masters", {"data": "zero1"}, MASTER), Case(4, "masters", STEP, MASTER),
     Case(1, "lion", {}, LION), Case(3, "lion", STREAM, LION),
+    Case(1, "experts", {}, EXPERTS), Case(2, "experts", {"data": "zero1"}, EXPERTS),
+    Case(4, "experts", STREAM, EXPERTS),
     Case(2, "tensor", {"tensor": 2}, TENSOR), Case(4, "tensor", {"tensor": 2, **STEP}, TENSOR),
     Case(2, "context", {"context": 2, "data": "ddp"}, CONTEXT), Case(4, "context", {"context": 2, **STEP}, CONTEXT),
     *(Case(ranks, method, {"context": 2, "context_method": method, **layout}, CONTEXT)
@@ -154,7 +158,7 @@ def test_every_number_of_ranks_has_the_same_bits(results: dict[str, dict[str, An
 
 def test_recipes_differ(results: dict[str, dict[str, Any]]):
     digests = {case.recipe: results[case.name]["digest"] for case in CASES if case.reproducible}
-    assert len(set(digests.values())) == len(digests) == 9
+    assert len(set(digests.values())) == len(digests) == 10
 
 
 def test_in_fast_mode_the_bits_depend_on_the_number_of_ranks(results: dict[str, dict[str, Any]]):

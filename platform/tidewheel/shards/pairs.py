@@ -1,0 +1,183 @@
+"""Read rows of preference sets as arrays from memory-mapped files.
+
+A row of a pair has two or three parts of L tokens side by side, each padded at its end: the chosen and the rejected
+sequence and, if asked for, a mismatched one: the prompt of the pair with the chosen answer of the row before it in the
+shard (of the last row for the first), cut to L tokens. The loss mask marks the tokens of answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+
+from tidewheel import storage
+from tidewheel.errors import ShardError
+from tidewheel.shards.format import preference_schema
+from tidewheel.shards.manifest import PARTS, PREFERENCES, REBUILD, WITH_MISMATCHED, Manifest, read_manifest
+from tidewheel.shards.opened import OnDamage, OpenedSet, Rows
+from tidewheel.shards.reader import ShardSet
+from tidewheel.shards.references import Column
+
+
+@dataclass(frozen=True)
+class PairShard:
+    """The columns of one memory-mapped shard of n pairs. Nothing is copied."""
+
+    prompts: np.ndarray
+    """[n] int32: tokens of each prompt."""
+    chosen: tuple[np.ndarray, np.ndarray]
+    """All tokens, and int32 [n + 1]: sequence r has the tokens from bound r to bound r + 1."""
+    rejected: tuple[np.ndarray, np.ndarray]
+
+    def sequence(self, row: int, part: int) -> np.ndarray:
+        """Return the tokens of a part of a row: 0 chosen, 1 rejected, 2 mismatched (not yet cut)."""
+        if part == WITH_MISMATCHED - 1:
+            other = row - 1 if row else len(self.prompts) - 1
+            answer = self.sequence(other, 0)[self.prompts[other]:]
+            return np.concatenate((self.sequence(row, 0)[:self.prompts[row]], answer))
+        tokens, bounds = self.rejected if part else self.chosen
+        return tokens[bounds[row]:bounds[row + 1]]
+
+
+def first_equal(shard: PairShard) -> int | None:
+    """Return the first row whose two answers are equal, None if there is none."""
+    lengths = [np.diff(bounds) for _, bounds in (shard.chosen, shard.rejected)]
+    for row in np.flatnonzero(lengths[0] == lengths[1]).tolist():
+        if np.array_equal(shard.sequence(row, 0), shard.sequence(row, 1)):
+            return row
+    return None
+
+
+class PairSet(OpenedSet[PairShard]):
+    """A preference set opened for reading. Safe to use from several threads.
+
+    Attributes:
+        parts: sequences in each row of `Rows`, `PARTS` or `WITH_MISMATCHED`.
+        column: log-probabilities under a reference model; None: they are not read.
+    """
+
+    KIND = PREFERENCES
+    parts: int = PARTS
+    column: Column | None = None
+
+    def reading(self, parts: int, column: Column | None = None) -> Self:
+        """Choose what rows hold, and return the set."""
+        self.parts, self.column = parts, column
+        return self
+
+    def _opened(self, path: Path, index: int) -> PairShard:
+        info, where = self.manifest.shards[index], self.store.at(self.manifest.shards[index].name)
+        try:
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
+            if batch is not None:
+                batch.validate()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+        if batch is None or not batch.schema.equals(preference_schema(self.manifest.token_dtype)) \
+                or batch.num_rows != info.rows or any(column.null_count for column in batch.columns):
+            raise ShardError(f"the shard's columns or rows are not those of its manifest, which has {info.rows} rows",
+                             where=where, fix=REBUILD)
+        shard = PairShard(batch.column("prompt_length").to_numpy(), _flat(batch.column("chosen")),
+                          _flat(batch.column("rejected")))
+        lengths = [np.diff(bounds) for _, bounds in (shard.chosen, shard.rejected)]
+        if min(shard.prompts.min(), *(part.min() for part in lengths)) < 0 \
+                or np.any(shard.prompts >= np.minimum(*lengths)) \
+                or max(part.max() for part in lengths) > self.manifest.sequence_length:
+            raise self._damaged(index, "a sequence is not longer than its prompt, or longer than sequence_length")
+        if (row := first_equal(shard)) is not None:
+            raise ShardError(f"both answers of row {row} are equal, so it prefers neither", where=where,
+                             fix="leave such pairs out: `tidewheel data run` drops them")
+        return shard
+
+    def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the tokens of the longer of the two sequences of each row, int32 [B].
+
+        Args:
+            shards: see `rows`.
+            rows: see `rows`.
+
+        Raises:
+            ShardError: a shard is missing or damaged.
+            IndexError: there is no such shard or row.
+        """
+        self._check(shards, rows)
+        lengths = np.empty(len(shards), dtype=np.int32)
+        for index in np.unique(shards).tolist():
+            in_shard = shards == index
+            shard = self.shard(index)
+            longer = np.maximum(np.diff(shard.chosen[1]), np.diff(shard.rejected[1]))
+            lengths[in_shard] = longer[rows[in_shard]]
+        return lengths
+
+    def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
+        manifest, count, length = self.manifest, len(shards), self.manifest.sequence_length
+        shape = (count, self.parts, length)
+        tokens = np.full(shape, manifest.tokenizer["pad"], dtype=manifest.token_dtype)
+        segments = np.full(shape, -1, dtype=np.int32)
+        positions = np.zeros(shape, dtype=np.int32)
+        mask = np.zeros(shape, dtype=np.uint8)
+        lengths = np.zeros(count, dtype=np.int32)
+        reference = None if self.column is None else np.empty((count, self.parts), dtype=np.float32)
+        for slot, (index, row) in enumerate(zip(shards.tolist(), rows.tolist())):
+            shard = self.shard(index)
+            for part in range(self.parts):
+                sequence = shard.sequence(row, part)[:length]
+                size = len(sequence)
+                tokens[slot, part, :size] = sequence
+                segments[slot, part, :size] = part
+                positions[slot, part, :size] = np.arange(size)
+                mask[slot, part, shard.prompts[row]:size] = 1
+                lengths[slot] += size
+            if reference is not None and self.column is not None:
+                reference[slot] = self.column.values(index)[row, :self.parts]
+            if int(tokens[slot].max()) >= manifest.vocabulary_size:
+                raise self._damaged(index, f"a token is outside the vocabulary of {manifest.vocabulary_size}")
+        ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
+        flat = (count, self.parts * length)
+        return Rows(tokens.reshape(flat), lengths, segments.reshape(flat), positions.reshape(flat), ids,
+                    mask.reshape(flat), self.parts, reference)
+
+
+def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_damage: OnDamage | None = None,
+             manifest: Manifest | None = None, parts: int = PARTS, reference: str = "") -> ShardSet | PairSet:
+    """Open a set of any kind.
+
+    Args:
+        uri: the set.
+        cache: see `OpenedSet.open`, also for the next two.
+        verify: hash files in place too.
+        on_damage: is told of shards that were read again.
+        manifest: the set's manifest, if it is already known.
+        parts: of a preference set, the sequences in each row.
+        reference: of a preference set, folder of the log-probabilities under a reference model; "": they are not read.
+
+    Raises:
+        ShardError: there is no set, or no log-probabilities of it in `reference`.
+    """
+    manifest = read_manifest(storage.store(uri)) if manifest is None else manifest
+    if manifest.kind != PREFERENCES:
+        return ShardSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
+    column = Column.open(reference, uri, manifest, parts) if reference else None
+    opened = PairSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
+    return opened.reading(parts, column)
+
+
+def check_answers(uri: str, manifest: Manifest) -> None:
+    """Open every shard of a preference set, and so find pairs whose two answers are equal.
+
+    Raises:
+        ShardError: a shard is damaged, or has such a pair.
+    """
+    opened = PairSet.open(uri, manifest=manifest)
+    for index in range(len(manifest.shards)):
+        opened.shard(index)
+    opened.close()
+
+
+def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    return column.values.to_numpy(), column.offsets.to_numpy()

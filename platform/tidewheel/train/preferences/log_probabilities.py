@@ -1,0 +1,112 @@
+"""Log-probabilities of tokens and answers, with the logits of a few tokens in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from tidewheel.models.decoder import next_tokens
+from tidewheel.models.loss import IGNORED
+from tidewheel.train.objective import Outputs
+from tidewheel.train.step import MicroBatch
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Log-probabilities of the answers of P pairs of M parts.
+
+    Args:
+        sums: fp32 [P, M], in nats, of whole answers.
+        tokens: fp32 [P, M], number of tokens of each answer.
+    """
+
+    sums: torch.Tensor
+    tokens: torch.Tensor
+
+    @property
+    def means(self) -> torch.Tensor:
+        """Return the log-probabilities per token, fp32 [P, M]."""
+        return self.sums / self.tokens
+
+
+def answers(outputs: Outputs, batch: MicroBatch, chunk_tokens: int) -> Answers:
+    """Return the log-probabilities of a micro-batch's answers.
+
+    Args:
+        outputs: the model's.
+        batch: rows of pairs, whose targets are the answers.
+        chunk_tokens: tokens of a chunk; 0: all at once.
+    """
+    values = token_log_probabilities(outputs, batch.targets, chunk_tokens, known=batch.num_targets)
+    tokens = (batch.targets != IGNORED).sum(dim=1).float()
+    return Answers(values.sum(dim=1).view(-1, batch.parts), tokens.view(-1, batch.parts))
+
+
+def whole_sequences(outputs: Outputs, batch: MicroBatch, chunk_tokens: int) -> tuple[Answers, torch.Tensor]:
+    """Return the log-probabilities of answers, and the mean one of each chosen sequence with its prompt, fp32 [P].
+
+    Args:
+        outputs: the model's.
+        batch: rows of pairs.
+        chunk_tokens: tokens of a chunk; 0: all at once.
+    """
+    targets = next_tokens(batch.tokens, batch.segment_ids)
+    values = token_log_probabilities(outputs, targets, chunk_tokens)
+    in_answer = batch.targets != IGNORED
+    sums = (values * in_answer).sum(dim=1).view(-1, batch.parts)
+    found = Answers(sums, in_answer.sum(dim=1).float().view(-1, batch.parts))
+    chosen = slice(None, None, batch.parts)
+    return found, values[chosen].sum(dim=1) / (targets[chosen] != IGNORED).sum(dim=1)
+
+
+def token_log_probabilities(outputs: Outputs, targets: torch.Tensor, chunk_tokens: int,
+                            known: int | None = None) -> torch.Tensor:
+    """Return log p of each target, fp32 [B, L]; 0 where there is none.
+
+    Without sequence parallelism only positions with a target need logits, and a chunk is of any tokens. With it, a rank
+    has some positions of each row, so a chunk is of whole rows.
+
+    Args:
+        outputs: the model's.
+        targets: int64 [B, L].
+        chunk_tokens: tokens of a chunk; 0: all at once.
+        known: number of targets that are not `IGNORED`; None: it is not known on the host.
+    """
+    rows, length = targets.shape
+    if isinstance(outputs.hidden, DTensor) or outputs.hidden.shape[1] != length:
+        size = max(1, chunk_tokens // length) if chunk_tokens else rows
+        parts = _chunked(lambda x, of: _log_probabilities(outputs.make_logits(x), of), outputs.hidden, targets, size)
+        return torch.cat(parts)
+    flat = targets.flatten()
+    hidden = outputs.hidden.flatten(0, 1)
+    size = chunk_tokens or len(flat)
+
+    def of_tokens(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return _log_probabilities(outputs.make_logits(x[None])[0], of)
+
+    if known is None:
+        return torch.cat(_chunked(of_tokens, hidden, flat, size)).view(rows, length)
+    # a stable sort has the positions with a target first, in order; `nonzero` would make the host wait for a GPU
+    index = (flat == IGNORED).to(torch.uint8).argsort(stable=True)[:known]
+    values = torch.cat(_chunked(of_tokens, hidden[index], flat[index], size))
+    return torch.zeros(len(flat), device=values.device).index_copy(0, index, values).view(rows, length)
+
+
+def _chunked(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, targets: torch.Tensor,
+             size: int) -> list[torch.Tensor]:
+    """Return `function` of each chunk of `size` rows; with several, the backward pass computes each again."""
+    if len(x) <= size:
+        return [function(x, targets)]
+    return [checkpoint(function, part, of, use_reentrant=False, preserve_rng_state=False)
+            for part, of in zip(x.split(size), targets.split(size))]
+
+
+def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return log p of the targets [...], fp32; 0 where there is none. The softmax is fp32."""
+    losses = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return -losses.view(targets.shape)
