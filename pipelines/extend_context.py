@@ -27,7 +27,7 @@ def corpus(name: str, length: int, *, min_words: int, max_words: int) -> tw.Pipe
     """Return the pipeline of documents of some lengths, in rows of `length` tokens."""
     words = tw.filters.gopher_quality(min_words=min_words, max_words=max_words)
     return (tw.Pipeline(name).set(max_bad_fraction=0.05, partitions=2).read("corpus/*.jsonl*").filter(words)
-            .dedup_exact().tokenize(tokenizer).pack(sequence_length=length, validation_fraction=0.1))
+            .dedup_exact().tokenize(tokenizer).pack(sequence_length=length, validation_fraction=0.15))
 
 
 everything = corpus("everything", BASE, min_words=20, max_words=100_000)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from tidewheel.data.reader import FileHead, FileMatch, Reader
     from tidewheel.data.similar import SimilarityIndex
     from tidewheel.errors import TidewheelError
+    from tidewheel.models import adapters
     from tidewheel.models import families as models
+    from tidewheel.models.adapter import Adapter
     from tidewheel.models.config import Rope
     from tidewheel.models.costs import FeedForwardShape, LayerCosts
     from tidewheel.models.family import Cut, Model
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from tidewheel.workflow.workflow import Workflow
 
 _HOMES = {
+    "Adapter": "tidewheel.models.adapter",
     "Batch": "tidewheel.data.filter",
     "Document": "tidewheel.data.filter",
     "Filter": "tidewheel.data.filter",
@@ -100,6 +103,7 @@ _HOMES = {
     "TidewheelError": "tidewheel.errors",
 }
 _MODULES = {
+    "adapters": "tidewheel.models.adapters",
     "callbacks": "tidewheel.train.callbacks",
     "filters": "tidewheel.filters",
     "models": "tidewheel.models.families",
@@ -110,12 +114,13 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "Failure", "FeedForwardShape",
-           "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model", "Objective", "Optimizer",
-           "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reward", "RewardProcess", "Rope", "Sample",
-           "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError",
-           "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
-           "models", "objectives", "optimizers", "rewards", "schedules", "sweep", "trackers"]
+__all__ = ["Adapter", "Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "Failure",
+           "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model",
+           "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reward", "RewardProcess",
+           "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage", "Store", "Sums",
+           "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow",
+           "adapters", "callbacks", "filters", "models", "objectives", "optimizers", "rewards", "schedules", "sweep",
+           "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

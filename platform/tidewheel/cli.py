@@ -20,7 +20,20 @@ import cyclopts
 from cyclopts import Parameter
 
 import tidewheel
-from tidewheel.commands import checkpoint, cluster, data, k8s, logs, plan, reference, score, shards, workflow
+from tidewheel.commands import (
+    checkpoint,
+    cluster,
+    data,
+    generate,
+    judge,
+    k8s,
+    logs,
+    plan,
+    reference,
+    score,
+    shards,
+    workflow,
+)
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import Output, console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
@@ -46,6 +59,8 @@ for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.clu
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)
+app.command(generate.generate)
+app.command(judge.judge)
 app.command(reference.reference)
 app.command(score.score)
 
@@ -177,32 +192,6 @@ def report(
     else:
         raise ConfigError("neither a run (run.json) nor a pipeline's output (summary.json)", where=uri,
                           fix="give the URI of --set run.uri=... or of --output")
-    return 0
-
-
-@app.command(name="generate")
-def generate_text(
-    source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
-                                          "RUN/checkpoints/step_00000100.")],
-    *,
-    prompt: Annotated[str, Parameter(help="Beginning of the text.")] = "",
-    tokens: Annotated[int, Parameter(help="Tokens to write, at most; the document may end earlier.")] = 100,
-    temperature: Annotated[float, Parameter(help="Sampling temperature; 0 always takes the most likely token.")] = 0.8,
-    top_k: Annotated[int, Parameter(help="Sample from the K most likely tokens; 0: from all.")] = 50,
-    top_p: Annotated[float, Parameter(help="Sample from the fewest tokens whose probabilities reach this sum.")] = 1.0,
-    seed: Annotated[int, Parameter(help="Seed; the same seed gives the same text.")] = 0,
-    tokenizer: Annotated[str, Parameter(help="Tokenizer file; default: that of the run's shard set.")] = "",
-    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; default: the first GPU, or else cpu.")] = "",
-) -> int:
-    """Continue a text with the model of a checkpoint, from any number of workers and any layout."""
-    if tokens < 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise ConfigError("--tokens, --temperature and --top-k must be 0 or more, --top-p above 0 and at most 1",
-                          where="tidewheel generate", fix="correct the option")
-    from tidewheel.inference.writer import Writer
-
-    writer = Writer.open(source, tokenizer=tokenizer, device=device)
-    print(printable_lines(writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                                           seed=seed)))
     return 0
 
 

@@ -186,17 +186,25 @@ def _name_kinds(cls: type[Config], values: dict[str, Any]) -> None:
             values[name] = {"kind": value}
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, sep, text = override.partition("=")
+def setting(text: str) -> tuple[str, Any]:
+    """Return the key and the value of a command line's "key=value", whose value is YAML.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    key, sep, value = text.partition("=")
     key = key.strip()
     if not sep or not key:
-        raise ConfigError(f"{override!r} is not of the form key=value", where="--set",
+        raise ConfigError(f"{text!r} is not of the form key=value", where="--set",
                           fix="write for example --set train.steps=100")
     try:
-        value = yaml_text.load(text)
+        return key, yaml_text.load(value)
     except yaml.YAMLError:
-        raise ConfigError(f"the value in {override!r} is not valid YAML", where="--set",
-                          fix="quote the value") from None
+        raise ConfigError(f"the value in {text!r} is not valid YAML", where="--set", fix="quote the value") from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, value = setting(override)
     *parents, last = key.split(".")
     node: Any = values
     for depth, part in enumerate(parents):

@@ -27,9 +27,9 @@ from tidewheel.console import print_table
 from tidewheel.models.decoder import Decoder
 from tidewheel.train import precision
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.parallel import model as model_module
+from tidewheel.train.parallel import building
+from tidewheel.train.parallel.building import parallelize
 from tidewheel.train.parallel.mesh import Mesh
-from tidewheel.train.parallel.model import parallelize
 from tidewheel.train.runtime import Runtime
 
 VOCABULARY = 128_256
@@ -105,7 +105,7 @@ def as_on_cuda() -> Iterator[None]:
     def policy(kind: precision.Precision, device: torch.device, *args: Any) -> Any:
         return original(kind, torch.device("cuda"), *args)
 
-    with mock.patch.object(model_module, "sharded_precision", policy):
+    with mock.patch.object(building, "sharded_precision", policy):
         yield
 
 

@@ -84,14 +84,28 @@ def balance() -> None:
                 costs = partition.visible_keys(starts, [window])
                 before, after = ([partition.imbalance(row[None], partition.divide(row[None], size, kind))
                                   for row in costs] for kind in ("zigzag", "documents"))
+                lockstep = [[_lockstep(row[None], window, partition.divide(cost[None], size, kind))
+                             for row, cost in zip(starts[:4], costs)] for kind in ("zigzag", "documents")]
                 began = time.perf_counter()
                 partition.divide(costs, size)
+                seconds = time.perf_counter() - began
                 table.append({
                     "documents": name, "row": length, "ranks": size, "window": window or "none", "rows": len(costs),
                     "zigzag, mean": f"{np.mean(before):.3f}", "zigzag, worst": f"{max(before):.3f}",
                     "documents, mean": f"{np.mean(after):.4f}", "documents, worst": f"{max(after):.4f}",
-                    "ms a row": f"{1000 * (time.perf_counter() - began) / len(costs):.1f}"})
-    print_table(table, title="Attention cost of the busiest context rank over the mean, of a row")
+                    "zigzag, hops": f"{np.mean(lockstep[0]):.3f}", "documents, hops": f"{np.mean(lockstep[1]):.3f}",
+                    "ms a row": f"{1000 * seconds / len(costs):.1f}"})
+    print_table(table, title="Attention cost of the busiest context rank over the mean, of a row; hops: the same if "
+                             "the ranks of a ring wait for each other after every hop")
+
+
+def _lockstep(starts: np.ndarray, window: int | None, divided: np.ndarray) -> float:
+    """Return the sum over hops of the busiest rank's attention cost, over the mean cost of a rank."""
+    size, slowest, total = len(divided), 0.0, 0.0
+    for hops in range(size):
+        work = [partition.pairs(divided[rank], divided[(rank - hops) % size], starts, window) for rank in range(size)]
+        slowest, total = slowest + max(work), total + sum(work)
+    return slowest / (total / size)
 
 
 def blocks(length: int = 4096) -> None:

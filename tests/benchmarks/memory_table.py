@@ -30,8 +30,8 @@ from tidewheel.config import build as build_config
 from tidewheel.models.decoder import Decoder
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer
+from tidewheel.train.parallel.building import parallelize
 from tidewheel.train.parallel.mesh import Mesh
-from tidewheel.train.parallel.model import parallelize
 from tidewheel.train.runtime import Runtime
 
 GB = 1e9

@@ -207,11 +207,11 @@ def consequences(world: World, events: list[EventRecord]) -> list[dict[str, Any]
 
 def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[str] | None = None,
         gap: tuple[float, float] = (20, 60), steps: int = 0, step_seconds: float = 0.1,
-        reproducible: bool = False, with_peer: bool = False) -> Chaos:
-    """Run the disturbed run and its reference, print the table, and return the outcome."""
+        reproducible: bool = False, with_peer: bool = False, more: tuple[str, ...] = ()) -> Chaos:
+    """Run the disturbed run and its reference, with the settings `more`, print the table, and return the outcome."""
     prepare(folder)
     steps = steps or round(0.6 * seconds / (step_seconds + OTHER_WORK))
-    overrides = ("reproducible=true",) if reproducible else ()
+    overrides = (*(("reproducible=true",) if reproducible else ()), *more)
     reference = settings(folder, "undisturbed", steps, workers=nodes, overrides=overrides)
     config = settings(folder, "disturbed", steps, workers=nodes, overrides=overrides)
     torch.set_num_threads(1)
@@ -247,6 +247,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0, help="steps of the run; by default they take about --minutes")
     parser.add_argument("--step-seconds", type=float, default=0.1, help="seconds added to each step")
     parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--set", action="append", default=[], help="a setting of the run, such as adapter.kind=lora")
     parser.add_argument("--peer", action="store_true", help="run plain Ray Train afterwards, for as long")
     parser.add_argument("--keep", default="", help="folder in which to keep the runs, for `tidewheel report`")
     parser.add_argument("--json", default="", help="file for the outcome")
@@ -257,7 +258,7 @@ def main() -> int:
         outcome = run(folder, seconds=60 * arguments.minutes, seed=arguments.seed, nodes=arguments.nodes,
                       gap=tuple(arguments.gap), kinds=[kind for kind in arguments.events.split(",") if kind],
                       steps=arguments.steps, step_seconds=arguments.step_seconds,
-                      reproducible=arguments.reproducible, with_peer=arguments.peer)
+                      reproducible=arguments.reproducible, with_peer=arguments.peer, more=tuple(arguments.set))
     finally:
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)

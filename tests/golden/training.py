@@ -17,21 +17,23 @@ from typing import Any
 import torch
 
 from tidewheel.config import build
-from tidewheel.models import families
+from tidewheel.models import adapters, families
 from tidewheel.models.decoder import Decoder, next_tokens
 from tidewheel.models.initial_values import init_parameter
 from tidewheel.models.loss import IGNORED, TokenLoss
 from tidewheel.parts import Kind, Part, as_json
-from tidewheel.train import objectives, optimizers, schedules
+from tidewheel.train import objectives, optimizers, parallel, schedules
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch
 
 Rows = dict[str, list[float]]
 """{name of the row: numbers}."""
 RECORDED = Path(__file__).with_name("training.json")
-KINDS: tuple[Kind[Any], ...] = (optimizers.KIND, schedules.KIND, objectives.KIND, families.KIND)
+KINDS: tuple[Kind[Any], ...] = (optimizers.KIND, schedules.KIND, objectives.KIND, families.KIND,
+                                adapters.KIND)
 FIELDS = {optimizers.KIND.noun: "optimizer", schedules.KIND.noun: "schedule", objectives.KIND.noun: "objective",
-          families.KIND.noun: "model"}
+          families.KIND.noun: "model", adapters.KIND.noun: "adapter"}
 """Field of `TrainConfig` by the kind of part that it holds."""
 SMOOTH = {"label_smoothing": 0.1}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -50,6 +52,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "objective kto": [{}, {"loss": "apo_zero_unpaired", "undesirable_weight": 1.5}],
     "objective reward_model": [{"margin": 0.3, "center": 0.1}, {"head": "process", "step_token": 21}],
     "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
+    "adapter lora": [{"b_rate": 16.0}, {"rank_stabilized": True, "targets": ["embedding", "wq"]}, {"start": "pissa"},
+                     {"base": "nf4", "ranks": {"wq": 2}, "alphas": {"w2": 4.0}}],
     "model family llama": [{}, {"qk_norm": False, "tie_embeddings": True}, {"rope_scaling": {"original_length": 32}}],
     "model family mistral": [{"sliding_window": 5}],
     "model family gemma": [{"sliding_window": 5, "attention_soft_cap": 1.0, "final_soft_cap": 1.0},
@@ -226,14 +230,38 @@ def _model(part: Any) -> Rows:
     return rows
 
 
+def _adapter(part: Any) -> Rows:
+    """Initial values of an adapter, and logits and gradients of a small model with it, whose zeros are moved."""
+    vocabulary = 48
+    config = families.KIND.build(families.DEFAULT, {"dim": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2})
+    base = build(TrainConfig, {"model": config.settings(), "adapter": as_json(part)})
+    model = parallel.build(base, vocabulary, Runtime())
+    parallel.init_weights(model, 7)
+    rows: Rows = {}
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            factor = [part.rate_factor(name)]
+            rows[f"{name} initial"] = [parameter.norm().item(), *parameter.flatten().abs()[:3].tolist(), *factor]
+            parameter.add_(0.1 * _waves(tuple(parameter.shape), 0.37, index).cos())
+    tokens = (torch.arange(40) * 11 % vocabulary).view(2, 20)
+    logits = model.parts[0](tokens, torch.arange(20).expand(2, -1), torch.zeros_like(tokens))
+    logits.square().mean().backward()
+    rows["logits"] = logits.detach()[:, ::4, ::6].flatten().tolist()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        rows[f"{name} gradient"] = [parameter.grad.norm().item()]
+    return rows
+
+
 SMALL: dict[str, dict[str, Any]] = {
+    adapters.KIND.noun: {},
     families.KIND.noun: {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_sequence_length": 64},
     schedules.KIND.noun: {},
 }
 """Settings that make a case of a kind small."""
 COMPUTE: dict[str, Callable[[Part], Rows]] = {
     optimizers.KIND.noun: _optimizer, schedules.KIND.noun: _schedule, objectives.KIND.noun: _objective,
-    families.KIND.noun: _model,
+    families.KIND.noun: _model, adapters.KIND.noun: _adapter,
 }
 
 

@@ -21,7 +21,7 @@ from tidewheel.data.config import PipelineConfig
 from tidewheel.data.filter import FILTERS
 from tidewheel.data.reader import READERS
 from tidewheel.errors import ConfigError
-from tidewheel.models import families
+from tidewheel.models import adapters, families
 from tidewheel.parts import Kind, Part
 from tidewheel.storage import LocalStore, store
 from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
@@ -29,7 +29,7 @@ from tidewheel.train.config import TrainConfig
 
 PACKAGE = Path(tidewheel.__file__).parent
 KINDS: list[Kind[Any]] = [FILTERS, READERS, optimizers.KIND, schedules.KIND, families.KIND, objectives.KIND,
-                          callbacks.KIND, trackers.KIND, rewards.KIND, stores.SCHEMES]
+                          callbacks.KIND, trackers.KIND, rewards.KIND, stores.SCHEMES, adapters.KIND]
 COMMON_WORDS = {"constant", "linear", "regex", "urls", "language", "words", "classifier", "code", "csv", "json",
                 "jsonl", "text", "tsv", "arrow", "parquet", "warc", "file"}
 """Built-in names that also mean something else. `test_layout.py` has narrower rules for filters and readers."""
@@ -159,6 +159,10 @@ class MyReward(tw.Reward):
 class MyScheme(tw.Storage):
     def open(self, uri):
         return LocalStore("/tmp")
+
+
+class MyAdapter(tw.Adapter):
+    size: int = 1
 '''
 NAME = "tw_test_ten_kinds"
 
@@ -205,6 +209,8 @@ CHOICES: dict[str, tuple[type[Any], str, Callable[[str, dict[str, Any]], Any], C
                      lambda part: trained({"model": part})),
     "objective": (TrainConfig, "objective", lambda name, settings: {"kind": name, **settings},
                   lambda part: trained({"objective": part})),
+    "adapter": (TrainConfig, "adapter", lambda name, settings: {"kind": name, **settings},
+                lambda part: trained({"adapter": part})),
     "callback": (TrainConfig, "callbacks", lambda name, settings: [{"kind": name, **settings}],
                  lambda part: trained({"callbacks": [part]})),
     "tracker": (TrainConfig, "metrics.trackers", lambda name, settings: [{"kind": name, **settings}],
@@ -216,6 +222,7 @@ CHOICES: dict[str, tuple[type[Any], str, Callable[[str, dict[str, Any]], Any], C
 }
 BUILT_IN = {"optimizer": ("lion", {"learning_rate": 1e-4}), "schedule": ("wsd", {"warmup_steps": 3}),
             "model family": ("llama", {"num_layers": 3}), "objective": ("next_token", {"z_loss": 1e-4}),
+            "adapter": ("lora", {"rank": 3}),
             "callback": ("log_progress", {"every_seconds": 3.0}), "tracker": ("prometheus", {}),
             "filter": ("gopher_quality", {"min_words": 3}), "reader": ("csv", {})}
 

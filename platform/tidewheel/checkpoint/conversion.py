@@ -12,18 +12,19 @@ import torch.distributed.checkpoint as torch_checkpoint
 import yaml
 
 from tidewheel import storage
+from tidewheel.checkpoint import tokenizer_files
+from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
 from tidewheel.checkpoint.dcp import Reader, load_planner
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
-from tidewheel.errors import CheckpointError, ConfigError, ShardError, StorageError
+from tidewheel.errors import CheckpointError, ConfigError, StorageError
 from tidewheel.models import families, huggingface
+from tidewheel.models.adapter import MARK
+from tidewheel.models.adapting import merge
 from tidewheel.models.family import Model
 from tidewheel.storage import Store
 from tidewheel.stores import versioned
-
-TOKENIZER = "tokenizer.json"
-"""Name of the tokenizer's file beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,17 @@ class Converted:
         return f"# {self.parameters:,} parameters of {self.source}\n{block}"
 
 
-def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -> Converted:
+def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "",
+           chat_template: str = "") -> Converted:
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
         uri: a run (its newest complete checkpoint), or one checkpoint, RUN/checkpoints/step_00000100.
-        out: folder to write: config.json, safetensors files, tokenizer.json and tokenizer_config.json.
+        out: folder to write: config.json, generation_config.json, safetensors files, tokenizer.json and
+            tokenizer_config.json, which has the chat template.
         dtype: type of the weights: float32, bfloat16 or float16.
         tokenizer: a tokenizer.json; default: that of the run's shard set.
+        chat_template: a Jinja file; default: that of the run's conversations or pairs.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged.
@@ -71,7 +75,7 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -
         raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
                               fix="`tidewheel checkpoint verify RUN` shows which are intact: export one of those")
     config, vocabulary_size = model_of(manifest, checkpoints.at(name))
-    files, eos = _tokenizer(run, tokenizer)
+    beside = tokenizer_files.of_run(run, tokenizer, chat_template)
     config.hugging_face_names()  # refuses a family without names before anything is written
     huggingface.to_config(config, vocabulary_size)
 
@@ -80,10 +84,10 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -
 
     target = storage.store(out)
     target.check()
-    for key, content in files.items():
+    for key, content in beside.files.items():
         target.write(key, content)
-    huggingface.write(target, config, vocabulary_size, read, dtype=getattr(torch, dtype), eos=eos)
-    return Converted(target.uri, _count(config, vocabulary_size), config, vocabulary_size, bool(files))
+    huggingface.write(target, config, vocabulary_size, read, dtype=getattr(torch, dtype), eos=beside.ends)
+    return Converted(target.uri, _count(config, vocabulary_size), config, vocabulary_size, bool(beside.files))
 
 
 def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Converted:
@@ -119,9 +123,7 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
             value = huggingface.padded(value, padded_rows)
         weights[name] = value
     save_weights(target, config, weights, source.uri)
-    has_tokenizer = source.exists(TOKENIZER)
-    if has_tokenizer:
-        target.write(TOKENIZER, source.read(TOKENIZER))
+    has_tokenizer = tokenizer_files.copy(source, target)
     return Converted(target.uri, _count(config, padded_rows), config, padded_rows, has_tokenizer, source.uri)
 
 
@@ -169,8 +171,9 @@ def model_of(manifest: CheckpointManifest, where: str, *, any_head: bool = False
         raise CheckpointError(f"a model of objective {head}, whose head gives no logits; a decoder is expected",
                               where=where, fix="give a checkpoint of a decoder; `tidewheel evaluate` takes this one")
     try:
-        return (families.of_shape(manifest.extra["identity"]["model"]),
-                manifest.tensors["model/embedding.weight"].shape[0])
+        base = base_of(manifest)
+        rows = manifest.tensors["model/embedding.weight"].shape[0] if base is None else base.vocabulary_size
+        return families.of_shape(manifest.extra["identity"]["model"]), rows
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its model is not known: {' '.join(str(error).split())[:200]}", where=where,
                               fix="use the version of Tidewheel that wrote it") from None
@@ -182,9 +185,35 @@ def _count(config: Model, vocabulary_size: int) -> int:
 
 def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
                  names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return whole parameters by name.
+    """Return whole parameters by name. Those of an adapter's checkpoint are the base's, with the adapter merged.
 
     For bf16 parameters, the optimizer's fp32 master copy is returned, because it is more precise.
+
+    Args:
+        checkpoints: the run's `checkpoints` folder.
+        name: the checkpoint.
+        manifest: its manifest.
+        names: names of parameters in the model.
+
+    Raises:
+        CheckpointError: the checkpoint lacks one of them, or its base is missing.
+        ConfigError: the adapter cannot be merged.
+    """
+    base = base_of(manifest)
+    if base is not None:
+        config, rows = model_of(manifest, checkpoints.at(name))
+        shapes = huggingface.parameter_shapes(config, rows)
+        others = {f"{parameter.rpartition('.')[0]}{MARK}" for parameter in shapes.keys() - set(names)}
+        shapes = {key: shape for key, shape in shapes.items() if key in names}
+        values = adapter_values(checkpoints, name, manifest, read_stored)
+        values = {key: value for key, value in values.items() if not key.startswith(tuple(others))}
+        return merge.merged(base.read(config, shapes, read_stored), adapter_of(manifest), values)
+    return read_stored(checkpoints, name, manifest, names)
+
+
+def read_stored(checkpoints: Store, name: str, manifest: CheckpointManifest,
+                names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return whole parameters as a checkpoint holds them, by name.
 
     Args:
         checkpoints: the run's `checkpoints` folder.
@@ -207,46 +236,3 @@ def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
     reader = Reader(checkpoints, name, manifest)
     torch_checkpoint.load(dict(state), storage_reader=reader, planner=load_planner(), no_dist=True)
     return {parameter: state[key] for parameter, key in keys.items()}
-
-
-def _tokenizer(run: Store, given: str) -> tuple[dict[str, bytes], int | None]:
-    """Return the tokenizer's files for an export, by name, and the id of its end-of-text token."""
-    from tidewheel.train.record import recorded_source
-
-    eos = pad = None
-    if given:
-        source, key = storage.split(given)
-    elif run.exists("run.json"):
-        try:
-            domain = recorded_source(run.read_json("run.json")).domains[0]
-        except (ShardError, StorageError, FileNotFoundError) as error:
-            raise ConfigError(f"cannot read the run's shard set, which holds the tokenizer ({error})".splitlines()[0],
-                              where=run.uri, fix="give the tokenizer: --tokenizer PATH/tokenizer.json") from None
-        source, key = storage.store(domain.uri), str(domain.manifest.tokenizer["file"])
-        eos, pad = domain.manifest.tokenizer.get("eos"), domain.manifest.tokenizer.get("pad")
-    elif run.exists(TOKENIZER):  # imported
-        source, key = run, TOKENIZER
-    else:
-        return {}, None
-    if not key.endswith(".json"):
-        raise ConfigError(f"the tokenizer is {key}, not a tokenizer.json", where=source.uri,
-                          fix="convert it with Hugging Face's tools and give it: --tokenizer PATH/tokenizer.json")
-    try:
-        content = source.read(key)
-    except FileNotFoundError:
-        raise ConfigError("there is no such file", where=source.at(key), fix="give --tokenizer another path") from None
-    return {TOKENIZER: content, **_tokenizer_config(content, eos, pad)}, eos
-
-
-def _tokenizer_config(content: bytes, eos: int | None, pad: int | None) -> dict[str, bytes]:
-    """Return tokenizer_config.json, which tells `AutoTokenizer` the end-of-text and padding tokens."""
-    import json
-
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(content.decode())
-    values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for name, token in (("eos_token", eos), ("pad_token", pad)):
-        if token is not None:
-            values[name] = tokenizer.id_to_token(token)
-    return {"tokenizer_config.json": json.dumps(values, indent=1).encode()}

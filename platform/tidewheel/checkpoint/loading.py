@@ -17,6 +17,7 @@ from tidewheel.checkpoint.staging import dtype_name
 from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
 from tidewheel.storage import Store
+from tidewheel.train.runtime import Loaded
 
 
 def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
@@ -57,7 +58,7 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
     return None
 
 
-def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> None:
+def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> Loaded:
     """Fill tensors in place from a checkpoint of another run, converted to their dtypes; all ranks call this together.
 
     The checkpoint may hold more tensors than `flat`.
@@ -66,6 +67,9 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> None:
         uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
         peers: the ranks.
         flat: tensors by path, see `staging.flatten`.
+
+    Returns:
+        which checkpoint it was, with `CheckpointManifest.model_hash`.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
@@ -80,6 +84,7 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> None:
                               "are intact")
     _same_head(manifest, flat, f"{folder}/{name}")
     _load(store, peers, name, manifest, flat, convert=True)
+    return Loaded(f"{folder}/{name}", manifest.model_hash)
 
 
 def reason_of(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from tidewheel.errors import CheckpointError, OwnershipError, StorageAwayError, 
 from tidewheel.storage import Stamp, Store
 from tidewheel.time_limit import TimeLimit, bounded
 from tidewheel.train.checkpoint_config import CheckpointConfig
-from tidewheel.train.runtime import Keeps, Saves
+from tidewheel.train.runtime import Keeps, Loaded, Saves
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class CheckpointManager:
         """Load from storage, as `load_latest` does."""
         return self.load_latest(state)
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> None:
+    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
         """Fill the tensors of `state` in place from another run's checkpoint, converted to their dtypes.
 
         All ranks call this together. The checkpoint may hold more tensors than `state`.
@@ -262,11 +262,14 @@ class CheckpointManager:
             uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
             state: nested dict of tensors.
 
+        Returns:
+            which checkpoint it was.
+
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
             StorageError: the store does not answer.
         """
-        load_uri(uri, self.peers, flatten(state))
+        return load_uri(uri, self.peers, flatten(state))
 
     def _refuse(self, name: str, reason: str) -> None:
         self._damaged.add(name)

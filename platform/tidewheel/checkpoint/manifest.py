@@ -101,6 +101,17 @@ class CheckpointManifest:
         """Total bytes of all files."""
         return sum(file.bytes for file in self.files)
 
+    @property
+    def model_hash(self) -> str:
+        """Return a hash of the model's tensors as they are stored, from the hashes of the files that hold them.
+
+        A copy has the same hash. The same values saved by another number of ranks have another one.
+        """
+        stored = {name: [tensor.dtype, tensor.shape, [[self.files[chunk.file].hash, chunk.start, chunk.offsets]
+                                                      for chunk in tensor.chunks]]
+                  for name, tensor in self.tensors.items() if name.startswith("model/")}
+        return _self_hash(stored)
+
     def to_json(self) -> bytes:
         """Return the bytes of manifest.json, including the hash of itself."""
         values = {

@@ -15,7 +15,7 @@ from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, in
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, StorageError
-from tidewheel.train.runtime import Keeps, Saves
+from tidewheel.train.runtime import Keeps, Loaded, Saves
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 LIST_SECONDS = 3.0
@@ -140,9 +140,9 @@ class TieredCheckpoints:
         """Return the state of saving to storage."""
         return self._saved.saves()
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> None:
-        """Fill the tensors of `state` in place from another run's checkpoint."""
-        self._saved.load_from(uri, state)
+    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+        """Fill the tensors of `state` in place from another run's checkpoint; return which one it was."""
+        return self._saved.load_from(uri, state)
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Forget the states in memory, and fill the tensors of `state` from the newest checkpoint in storage."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from tidewheel import storage
-from tidewheel.checkpoint.conversion import TOKENIZER, Converted, model_of, read_weights, save_weights
+from tidewheel.checkpoint import tokenizer_files
+from tidewheel.checkpoint.conversion import Converted, model_of, read_weights, save_weights
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.errors import CheckpointError, ConfigError
@@ -69,9 +70,7 @@ def upcycle(uri: str, out: str, settings: Mapping[str, Any], *, noise: float = 0
         else:  # the selection bias
             weights[weight] = torch.zeros(shape)
     save_weights(target, config, weights, checkpoints.at(name))
-    has_tokenizer = run.exists(TOKENIZER)
-    if has_tokenizer:
-        target.write(TOKENIZER, run.read(TOKENIZER))
+    has_tokenizer = tokenizer_files.copy(run, target)
     count = sum(shape.numel() for shape in huggingface.parameter_shapes(config, vocabulary_size).values())
     return Converted(target.uri, count, config, vocabulary_size, has_tokenizer, checkpoints.at(name))
 

@@ -92,13 +92,58 @@ def checkpoint_export(
     *,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(help="dtype of the weights.")] = "float32",
     tokenizer: Annotated[str, Parameter(help="A tokenizer.json; default: that of the run's shard set.")] = "",
+    chat_template: Annotated[str, Parameter(help="A Jinja file; default: that of the run's conversations.")] = "",
 ) -> int:
     """Write a checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained loads."""
     from tidewheel.checkpoint.conversion import export
 
-    done = export(source, out, dtype=dtype, tokenizer=tokenizer)
+    done = export(source, out, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template)
     beside = "with its tokenizer" if done.tokenizer else "without a tokenizer: give one with --tokenizer"
     print(f"{done.uri}: {done.parameters:,} parameters, vocabulary {done.vocabulary_size:,}, {beside}")
+    return 0
+
+
+@app.command(name="merge")
+def checkpoint_merge(
+    source: Annotated[str, Parameter(help="URI of a run that trained an adapter, or of one of its checkpoints.")],
+    out: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint of the whole model.")],
+) -> int:
+    """Merge an adapter into its base. Training starts from the result with model.init_from."""
+    from tidewheel.checkpoint.adapter_files import merge_run
+
+    print(f"{out}: {merge_run(source, out):,} parameters; start from them with --set model.init_from={out}")
+    return 0
+
+
+@app.command(name="export-adapter")
+def checkpoint_export_adapter(
+    source: Annotated[str, Parameter(help="URI of a run that trained an adapter, or of one of its checkpoints.")],
+    out: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write.")],
+    *,
+    base: Annotated[str, Parameter(help="Name or folder of the base in transformers' format, for the "
+                                        "settings.")] = "",
+) -> int:
+    """Write an adapter alone, as adapter_config.json and adapter_model.safetensors that peft loads."""
+    from tidewheel.checkpoint.adapter_files import export_adapter
+
+    print(f"{out}: {export_adapter(source, out, base=base):,} parameters of an adapter")
+    return 0
+
+
+@app.command(name="import-adapter")
+def checkpoint_import_adapter(
+    folder: Annotated[str, Parameter(help="Adapter as peft's save_pretrained writes it.")],
+    base: Annotated[str, Parameter(help="URI of the run or the checkpoint of its base model.")],
+    uri: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint.")],
+) -> int:
+    """Convert an adapter of peft to a checkpoint that training can start from, and print its settings."""
+    import yaml
+
+    from tidewheel.checkpoint.adapter_files import import_adapter
+
+    settings = {name: value for name, value in import_adapter(folder, base, uri).items() if value not in ("", {}, None)}
+    print(yaml.safe_dump({"model": {"init_from": base}, "adapter": {**settings, "init_from": uri}},
+                         sort_keys=False), end="")
     return 0
 
 
@@ -131,16 +176,9 @@ def checkpoint_upcycle(
     seed: Annotated[int, Parameter(help="Seed of the router and the noise.")] = 0,
 ) -> int:
     """Make a mixture of experts whose experts are copies of a dense model's feed-forward, and print its settings."""
-    import yaml
-
     from tidewheel.checkpoint.upcycling import upcycle
-    from tidewheel.errors import ConfigError
+    from tidewheel.config import setting
 
-    values = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"{setting!r} is not NAME=VALUE", where="--set", fix="--set num_experts=8")
-        values[name] = yaml.safe_load(value)
+    values = dict(setting(text) for text in settings)
     print(upcycle(source, uri, values, noise=noise, seed=seed).settings(), end="")
     return 0

@@ -52,6 +52,10 @@ class TokenizeStep(Config):
     """Jinja file with the template of chat and preference data. The default is chat_template.jinja beside the
     tokenizer, or the chat_template in its tokenizer_config.json. The template decides which tokens begin and end a
     conversation; `bos` and `eos` have no effect."""
+    loss: Literal["assistant", "all", "last_turn"] = "assistant"
+    """Which tokens of conversations are learnt: what the `assistant` says; `all` tokens, also those of the system, the
+    user, tools and the template; or in the `last_turn` what the assistant says after the user's last message. A message
+    with weight 0 is never learnt. Ignored for documents and pairs."""
     template_date: datetime | None = None
     """Date, or date and time, for templates of chat and preference data that call `strftime_now`. Without it such a
     template is an error: the day of the run must not decide the tokens."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tidewheel.checkpoint import conversion
+from tidewheel.checkpoint.adapters import base_of
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_of
 from tidewheel.checkpoint.verify import locate
@@ -24,6 +25,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import Score, ValidationSet
 from tidewheel.train.local_device import local_device
 from tidewheel.train.optim.build import model_state
+from tidewheel.train.parallel import adapter_weights
 from tidewheel.train.precision import fp32_products
 from tidewheel.train.runtime import Runtime
 
@@ -86,6 +88,8 @@ class Evaluator:
             _check_vocabulary(validation_set, vocabulary_size)
         self._model = parallel.build(self._config, vocabulary_size, self._runtime)
         self._weights = model_state(self._model)
+        if (base := base_of(self._manifest)) is not None:
+            adapter_weights.set_base(self._model, lambda values: base.fill(model, values, conversion.read_stored))
 
     def evaluate(self, uri: str) -> Evaluation:
         """Return the scores of one checkpoint of the run, after checking the hash of every file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -16,11 +16,33 @@ Logits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens, positions, segment ids), each int64 [1, L], to logits [1, L, V]."""
 
 
-@torch.no_grad()
 def generate(model: Logits, prompt: Sequence[int], *, tokens: int, context: int, device: torch.device | str = "cpu",
-             temperature: float = 0.8, top_k: int = 50, top_p: float = 1.0, seed: int = 0, stop: int | None = None,
+             temperature: float = 0.8, top_k: int = 50, top_p: float = 1.0, seed: int = 0, stop: Collection[int] = (),
              cache: bool = True) -> list[int]:
-    """Sample up to `tokens` tokens that continue `prompt`.
+    """Sample up to `tokens` tokens that continue `prompt`; return them without the prompt.
+
+    Args:
+        model: see `stream`, also for the other arguments.
+        prompt: at least one token id.
+        tokens: maximum number of new tokens.
+        context: longest sequence that the model is given.
+        device: where the model takes its input.
+        temperature: divides the logits.
+        top_k: sample from the `top_k` most likely tokens.
+        top_p: sample from the most likely tokens of this share.
+        seed: of the draws.
+        stop: tokens that end the text.
+        cache: compute each token once.
+    """
+    return list(stream(model, prompt, tokens=tokens, context=context, device=device, temperature=temperature,
+                       top_k=top_k, top_p=top_p, seed=seed, stop=stop, cache=cache))
+
+
+@torch.no_grad()
+def stream(model: Logits, prompt: Sequence[int], *, tokens: int, context: int, device: torch.device | str = "cpu",
+           temperature: float = 0.8, top_k: int = 50, top_p: float = 1.0, seed: int = 0, stop: Collection[int] = (),
+           cache: bool = True) -> Iterator[int]:
+    """Yield up to `tokens` tokens that continue `prompt`, each as soon as it is sampled.
 
     If the model is sharded, all its ranks must call this together. The draws come from a CPU generator, so every rank
     draws the same tokens.
@@ -36,16 +58,12 @@ def generate(model: Logits, prompt: Sequence[int], *, tokens: int, context: int,
         top_p: sample from the fewest tokens whose probabilities sum to at least this
             (https://arxiv.org/abs/1904.09751).
         seed: of the draws.
-        stop: token that ends the text.
+        stop: tokens that end the text; the one that does is yielded too.
         cache: compute each token once, while the context has room. False computes the whole context for each token.
             Only a `Decoder` can use the cache; any other function always gets the whole context.
-
-    Returns:
-        The new tokens, without the prompt.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
-    new: list[int] = []
     with contextlib.ExitStack() as eager, contextlib.ExitStack() as caching:
         kept: Cache | None = None
         eager.enter_context(torch.compiler.set_stance("force_eager"))  # every length would be compiled again
@@ -60,10 +78,9 @@ def generate(model: Logits, prompt: Sequence[int], *, tokens: int, context: int,
             positions = torch.arange(begin, begin + window.shape[1], device=device)[None]
             logits = model(window, positions, torch.zeros_like(window))[0, -1].float().cpu()
             ids.append(draw(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p))
-            new.append(ids[-1])
-            if new[-1] == stop:
+            yield ids[-1]
+            if ids[-1] in stop:
                 break
-    return new
 
 
 def draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: float = 1.0, top_k: int = 0,

@@ -33,6 +33,6 @@ def text_sample(model: ParallelModel, domain: Domain, config: TrainConfig, colle
         new = generate(model.parts[0] if whole else model, prompt, tokens=settings.sample_tokens,
                        context=domain.manifest.sequence_length, device=collectives.device,
                        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=config.seed,
-                       stop=tokenizer.eos)
+                       stop={tokenizer.eos})
     model.reshard()
     return tokenizer.decode(prompt + new)

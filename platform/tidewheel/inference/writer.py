@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from tidewheel import storage
-from tidewheel.checkpoint import conversion
+from tidewheel.checkpoint import conversion, tokenizer_files
+from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
+from tidewheel.data.tokenize.chat_template import ChatTemplate
 from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.inference.generate import generate
+from tidewheel.models.adapting.merge import add as add_adapter
 from tidewheel.models.decoder import Decoder
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
+from tidewheel.shards.tokenizer.huggingface import HuggingFace
 from tidewheel.train.local_device import local_device
 from tidewheel.train.record import recorded_source
 
@@ -30,25 +35,28 @@ class Writer:
         model: its weights, on the device that computes.
         tokenizer: of the run's shard set.
         context: longest sequence that the model is given.
+        template: chat template of the run's conversations; None if it has none.
     """
 
     checkpoint: str
     model: Decoder
     tokenizer: Encoder
     context: int
+    template: ChatTemplate | None = None
 
     @classmethod
-    def open(cls, uri: str, *, tokenizer: str = "", device: str = "") -> Writer:
+    def open(cls, uri: str, *, tokenizer: str = "", chat_template: str = "", device: str = "") -> Writer:
         """Load the model of a checkpoint, whichever layout wrote it, and check the hash of every file.
 
         Args:
             uri: a run (its newest complete checkpoint is taken), or one checkpoint, RUN/checkpoints/step_00000100.
             tokenizer: file of the tokenizer; default: that of the run's shard set, or the one beside an imported model.
+            chat_template: a Jinja file; default: the template of the run's conversations, if it has any.
             device: default: the first GPU if there is one, else the CPU.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or it is damaged.
-            ConfigError: there is no tokenizer, or it does not fit the model.
+            ConfigError: there is no tokenizer or no such template, or the tokenizer does not fit the model.
         """
         run, checkpoints, name = locate(uri)
         manifest = read_manifest(checkpoints, name)
@@ -60,17 +68,31 @@ class Writer:
         if encoder.vocabulary_size > vocabulary_size:
             raise ConfigError(f"the tokenizer has {encoder.vocabulary_size} tokens, the model {vocabulary_size}",
                               where=tokenizer or run.uri, fix="give the tokenizer that the model was trained with")
+        source = tokenizer_files.template_of_run(run, chat_template)
+        template = ChatTemplate(source, tuple(encoder.special)) if source else None
         with torch.device("meta"):
             model = Decoder(config, vocabulary_size)
-        names = list(model.state_dict())
-        model.load_state_dict(conversion.read_weights(checkpoints, name, manifest, names), assign=True)
+        shapes = {tensor_name: tensor.shape for tensor_name, tensor in model.state_dict().items()}
+        if (base := base_of(manifest)) is None:
+            model.load_state_dict(conversion.read_weights(checkpoints, name, manifest, list(shapes)), assign=True)
+        else:
+            model.load_state_dict(base.read(config, shapes, conversion.read_stored), assign=True)
+            values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
+            add_adapter(model, adapter_of(manifest), values)
         model.to(local_device(device))
         logger.info("loaded %s", checkpoints.at(name))
-        return cls(checkpoints.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))
+        context = min(context or 1 << 31, config.max_sequence_length)
+        return cls(checkpoints.at(name), model, encoder, context, template)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Ids of the tokens that end a text: the end of a document and, with a template, the end of a turn."""
+        turn = self.template.turn_token() if self.template is not None else None
+        return frozenset({self.tokenizer.eos, *([self.tokenizer.special[turn]] if turn is not None else [])})
 
     def write(self, prompt: str, *, tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
-              cache: bool = True) -> str:
-        """Return `prompt` and its continuation, which ends with the document.
+              special_tokens: bool = False, cache: bool = True) -> str:
+        """Return `prompt` and its continuation, which ends with the document or the turn.
 
         Args:
             prompt: beginning of the text; "": the beginning of a document.
@@ -79,13 +101,30 @@ class Writer:
             top_k: sample from this number of most likely tokens.
             top_p: sample from the most likely tokens of this share.
             seed: of the draws.
+            special_tokens: encode special tokens that the prompt spells out ("<|im_start|>") as such. Only for a text
+                that a template made: in the text of a user they would speak for the assistant.
             cache: compute each token once.
+
+        Raises:
+            ConfigError: `special_tokens`, and the tokenizer is not a tokenizer.json.
         """
-        ids = self.tokenizer.encode_plain([prompt])[0].tolist() or [self.tokenizer.eos]
-        device = next(self.model.parameters()).device
-        new = generate(self.model, ids, tokens=tokens, context=self.context, device=device, temperature=temperature,
-                       top_k=top_k, top_p=top_p, seed=seed, stop=self.tokenizer.eos, cache=cache)
+        ids = (self._with_special_tokens(prompt) if special_tokens else
+               self.tokenizer.encode_plain([prompt])[0].tolist()) or [self.tokenizer.eos]
+        new = generate(self.model, ids, tokens=tokens, context=self.context, device=self.device,
+                       temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=self.ends, cache=cache)
         return self.tokenizer.decode(ids + new)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return next(self.model.parameters()).device
+
+    def _with_special_tokens(self, prompt: str) -> list[int]:
+        if not isinstance(self.tokenizer, HuggingFace):
+            raise ConfigError(f"special tokens in a prompt need a tokenizer.json, not a {self.tokenizer.format} file",
+                              where="--special-tokens", fix="leave the option out")
+        ids: list[int] = self.tokenizer.with_control_tokens.encode(prompt, add_special_tokens=False).ids
+        return ids
 
 
 def _tokenizer(run: storage.Store, file: str) -> tuple[Encoder, int]:
@@ -99,6 +138,6 @@ def _tokenizer(run: storage.Store, file: str) -> tuple[Encoder, int]:
     if run.exists("run.json"):
         domain = recorded_source(run.read_json("run.json")).domains[0]
         return of_manifest(storage.store(domain.uri), domain.manifest.tokenizer), domain.manifest.sequence_length
-    if run.exists(conversion.TOKENIZER):  # an imported model
-        return load(run.read(conversion.TOKENIZER)), 0
+    if run.exists(tokenizer_files.TOKENIZER):  # an imported model
+        return load(run.read(tokenizer_files.TOKENIZER)), 0
     raise ConfigError("the tokenizer is not known", where=run.uri, fix="give it: --tokenizer PATH/tokenizer.json")

@@ -14,26 +14,31 @@ Under context parallelism a mask may have a plan of exchanges (`attention_operat
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from tidewheel.models.attention_backends import (
+    PLAIN_LENGTH,
+    Causal,
+    Flash,
+    causal_kernel,
+    compiled,
+    flash_kernel,
+    flex,
+    plain,
+    repeated,
+    with_sinks,
+)
 from tidewheel.models.attention_kernels import Choice, Machine, activate, choose
 from tidewheel.models.attention_operator import handle_of, planned_attention
 from tidewheel.models.blockwise import Blockwise, Intervals, Scores, key_intervals
 from tidewheel.models.documents import Documents
-
-PLAIN_LENGTH = 1024
-"""Up to this length, bf16 attention on CPU is two matrix products and a softmax. oneDNN's products take a third of the
-fused CPU kernel's time (measured: B 8, L 256, 3 heads of 64, forward and backward, 7.5 against 20.8 ms)."""
 
 Keys = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From (attention layer, k, v of the local positions) to the k and v that queries may see. Either those of whole rows,
@@ -54,12 +59,6 @@ class Exchange(Protocol):
     def own(self, per_head: torch.Tensor) -> torch.Tensor:
         """Return this rank's part [h / N] of [h]."""
         ...
-
-
-Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""From (q, k, v, offsets, tokens of the longest document) to [B, H, Q, E]; see `document_attention`."""
-Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From (q, k, v) to [B, H, Q, E]; see `document_attention`."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +150,12 @@ def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *,
         offsets = document_offsets(segment_ids) if documents is None else documents.offsets.to(segment_ids.device)
         longest = offsets.new_empty(segment_ids.shape[1] if documents is None else documents.longest, 0)
         _mark_dynamic(offsets, longest)
-        flash = _flash(activate(choice.flash), window)
+        flash = flash_kernel(activate(choice.flash), window)
         return DocumentMask("varlen", offsets=offsets, longest=longest, flash=flash, keys=keys)
     if choice.kernel == "causal" and window is None:
         if documents is not None and not documents.whole_rows:
             raise ValueError("causal attention takes rows of one document, but a row has several; use varlen")
-        return DocumentMask("causal", causal=_causal(activate(choice.flash), choice.cudnn), keys=keys)
+        return DocumentMask("causal", causal=causal_kernel(activate(choice.flash), choice.cudnn), keys=keys)
     if choice.kernel == "blockwise" and places is None:
         whole = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
         return interval_mask(key_intervals(segment_ids, whole, window=window), "blockwise", segment_ids.shape[1], keys)
@@ -219,7 +218,7 @@ def _block_mask(segment_ids: torch.Tensor, places: torch.Tensor, key_segments: t
         assert window is not None
         return visible(b, h, q, k) & (places[q] - key_places[k] < window)
 
-    create = _compiled(create_block_mask) if segment_ids.is_cuda else create_block_mask
+    create = compiled(create_block_mask) if segment_ids.is_cuda else create_block_mask
     (rows, queries), keys = segment_ids.shape, key_segments.shape[1]
     return create(visible if window is None else near, rows, None, queries, keys, device=segment_ids.device)
 
@@ -229,15 +228,9 @@ def interval_blocks(seen: Intervals, length: int) -> BlockMask:
     def inside(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k >= seen.first[b, q]) & (k < seen.last[b, q])
 
-    create = _compiled(create_block_mask) if seen.first.is_cuda else create_block_mask
+    create = compiled(create_block_mask) if seen.first.is_cuda else create_block_mask
     rows, queries = seen.first.shape
     return create(inside, rows, None, queries, length, device=seen.first.device)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile FlexAttention; uncompiled it holds the whole score matrix."""
-    return torch.compile(function)
 
 
 def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentMask, *,
@@ -268,9 +261,9 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     grouped = q.shape[1] != k.shape[1]
     if mask.plan is not None:
         out, lse = planned_attention(q, k, v, mask.plan, Scores(scale or q.shape[-1] ** -0.5, soft_cap or 0.0))
-        return out if sinks is None else _with_sinks(out, lse, sinks)
+        return out if sinks is None else with_sinks(out, lse, sinks)
     if mask.blocks is not None:
-        return _flex(q, k, v, mask.blocks, scale, soft_cap, sinks)
+        return flex(q, k, v, mask.blocks, scale, soft_cap, sinks)
     if mask.dense is None:
         if soft_cap is not None or sinks is not None:
             raise ValueError(f"{mask.kernel} attention has neither soft-capping nor sinks; use masked or flex")
@@ -282,108 +275,8 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
         return mask.causal(q, k, v)
     assert mask.dense is not None
     if grouped:
-        k, v = _repeated(q, k), _repeated(q, v)
+        k, v = repeated(q, k), repeated(q, v)
     is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= PLAIN_LENGTH
     if is_short or soft_cap is not None or sinks is not None:
-        return _plain(q, k, v, mask.dense, scale, soft_cap, sinks)
+        return plain(q, k, v, mask.dense, scale, soft_cap, sinks)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
-
-
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: torch.Tensor, scale: float | None,
-           soft_cap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Compute attention as two products and a softmax, with the score matrix in memory; see `document_attention`."""
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~dense, -torch.inf)
-    if sinks is None:
-        return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
-    column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-    weights = torch.cat((scores, column), dim=-1).softmax(dim=-1, dtype=torch.float32)
-    return weights[..., :-1].to(v.dtype) @ v
-
-
-def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: BlockMask, scale: float | None,
-          soft_cap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Compute attention with FlexAttention; see `document_attention`."""
-    eager = q.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the rest
-    flex: Any = _compiled(flex_attention) if eager else flex_attention
-    options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": q.shape[1] != k.shape[1], "scale": scale}
-    if soft_cap is not None:
-        options["score_mod"] = _soft_cap(soft_cap)
-    if sinks is None:
-        return flex(q, k, v, **options)
-    out, aux = flex(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    return _with_sinks(out, aux.lse, sinks)
-
-
-def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return attention with sinks from attention without, out [B, H, Q, V], and its normalisers, lse [B, H, Q].
-
-    A sink adds exp(sink) to the denominator, which is exp(lse): the result without it is multiplied by
-    exp(lse) / (exp(lse) + exp(sink)).
-    """
-    return out * torch.sigmoid(lse - sinks[None, :, None].float())[..., None].to(out.dtype)
-
-
-@functools.cache
-def _soft_cap(cap: float) -> Callable[..., torch.Tensor]:
-    """Return FlexAttention's `score_mod` of soft-capping."""
-    def capped(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return cap * torch.tanh(score / cap)
-
-    return capped
-
-
-def _repeated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return k [B, K, L, E] with its heads repeated for the heads of q: [B, H, L, E]."""
-    return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
-@functools.cache
-def _causal(flash: str, cudnn: bool) -> Causal:
-    """Return causal attention over whole rows, in the order of torch's kernels that `Choice` asks for.
-
-    Args:
-        flash: the active implementation of flash attention, part of the key of the cache.
-        cudnn: try cuDNN before flash attention.
-    """
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if cudnn:
-        backends.insert(0, SDPBackend.CUDNN_ATTENTION)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backends, set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-    return attend
-
-
-@functools.cache
-def _flash(flash: str, window: int | None = None) -> Flash:
-    """Return flash attention over documents laid end to end, torch's varlen attention.
-
-    Import it on first use: it imports the compiler, 825 modules in more than a second.
-
-    Args:
-        flash: the active implementation, part of the key of the cache.
-        window: see `document_mask`.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    takes = inspect.signature(varlen_attn).parameters
-    earlier = -1 if window is None else window - 1  # torch counts the tokens before the query, not the query itself
-    options: dict[str, Any] = {"window_size": (earlier, 0)}
-    shares = "enable_gqa" in takes  # not in torch 2.11
-    if shares:
-        options["enable_gqa"] = True
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
-        if not shares:
-            k, v = _repeated(q, k), _repeated(q, v)
-        rows, length = q.shape[0], q.shape[2]
-        laid = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B x L, heads, E]
-        out = varlen_attn(*laid, offsets, offsets, longest, longest, **options)  # type: ignore[call-arg, misc, arg-type]
-        return out.unflatten(0, (rows, length)).transpose(1, 2)  # type: ignore[union-attr]
-
-    return attend

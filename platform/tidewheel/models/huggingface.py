@@ -23,11 +23,12 @@ from tidewheel.models import families
 from tidewheel.models.conversion import Conversion, renamed
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
+from tidewheel.models.safetensors_folder import INDEX, WEIGHTS, read_tensors, weight_files
 from tidewheel.storage import Store
 
 logger = logging.getLogger(__name__)
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 SHARD_BYTES = 2_000_000_000
 """Weights of a larger model are written in several files of at most this size, with an index. Only one file's weights
 are in memory at a time."""
@@ -127,8 +128,8 @@ def from_config(values: Mapping[str, Any], where: str) -> tuple[Model, int]:
 
 # -- weights -----------------------------------------------------------------------------------
 def write(folder: Store, config: Model, vocabulary_size: int, read: Callable[[list[str]], dict[str, torch.Tensor]],
-          *, dtype: torch.dtype = torch.float32, eos: int | None = None, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write config.json and the weights to `place`, ready for `AutoModelForCausalLM.from_pretrained`.
+          *, dtype: torch.dtype = torch.float32, eos: Sequence[int] = (), shard_bytes: int = SHARD_BYTES) -> int:
+    """Write config.json, generation_config.json and the weights to `place`, for `AutoModelForCausalLM.from_pretrained`.
 
     Args:
         place: the output folder.
@@ -136,7 +137,7 @@ def write(folder: Store, config: Model, vocabulary_size: int, read: Callable[[li
         vocabulary_size: rows of the embedding.
         read: from parameter names to whole tensors; called once for each file.
         dtype: of the weights in the files.
-        eos: id of the token that ends a document.
+        eos: ids of the tokens that end a text: of a chat model, the end of a turn first. (): not known.
         shard_bytes: largest size of a file.
 
     Returns:
@@ -167,7 +168,12 @@ def write(folder: Store, config: Model, vocabulary_size: int, read: Callable[[li
     total = sum(sizes.values())
     if len(files) > 1:
         folder.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    folder.write_json(CONFIG, to_config(config, vocabulary_size, eos=eos, dtype=dtype))
+    values_of_config = to_config(config, vocabulary_size, eos=eos[0] if eos else None, dtype=dtype)
+    if eos:
+        ends = eos[0] if len(eos) == 1 else list(eos)
+        values_of_config["eos_token_id"] = ends
+        folder.write_json(GENERATION, {"eos_token_id": ends})
+    folder.write_json(CONFIG, values_of_config)
     return total
 
 
@@ -199,7 +205,7 @@ def read_weights(folder: Store, config: Model, vocabulary_size: int) -> Iterator
         CheckpointError: weights are missing, of another shape, unknown, damaged, or not safetensors.
     """
     shapes = weight_shapes(config, vocabulary_size)
-    files = _weight_files(folder)
+    files = weight_files(folder)
     present = {_whole_name(name, config) for names in files.values() for name in names}
     waiting: dict[str, Conversion] = {}
     for one in conversions(config, list(shapes), present):
@@ -209,7 +215,7 @@ def read_weights(folder: Store, config: Model, vocabulary_size: int) -> Iterator
     held: dict[str, torch.Tensor] = {}
     for key in files:
         logger.info("reads weights from %s", folder.at(key))
-        for listed, tensor in _tensors(folder, key):
+        for listed, tensor in read_tensors(folder, key):
             name = _whole_name(listed, config)
             if name.endswith(config.HUGGING_FACE_IGNORED) or (name == "lm_head.weight" and config.tie_embeddings):
                 continue  # they follow from the configuration, and the output is a copy of the embedding
@@ -250,47 +256,6 @@ def _whole_name(name: str, config: Model) -> str:
     """Return a weight's name in a model with output; that of a model without one lacks the prefix."""
     outside = name.startswith(config.HUGGING_FACE_PREFIX) or name == config.HUGGING_FACE_ENDS["output.weight"]
     return name if outside else config.HUGGING_FACE_PREFIX + name
-
-
-def _weight_files(folder: Store) -> dict[str, list[str]]:
-    """Return {file: names of its weights}."""
-    if folder.exists(INDEX):
-        files: dict[str, list[str]] = {}
-        for name, key in folder.read_json(INDEX)["weight_map"].items():
-            files.setdefault(str(key), []).append(name)
-        return dict(sorted(files.items()))
-    if not folder.exists(WEIGHTS):
-        raise CheckpointError(f"there is neither {WEIGHTS} nor {INDEX}", where=folder.uri,
-                              fix="give a model in safetensors format; pickled weights are not loaded")
-    return {WEIGHTS: _listed(folder, WEIGHTS)}
-
-
-def _listed(folder: Store, key: str) -> list[str]:
-    """Return the names in a safetensors file, whose head is JSON with its size in 8 bytes before it.
-
-    https://github.com/huggingface/safetensors#format
-    """
-    try:
-        size = int.from_bytes(folder.read(key, 0, 8), "little")
-        entries: dict[str, Any] = json.loads(folder.read(key, 8, size))
-        return [name for name in entries if name != "__metadata__"]
-    except (FileNotFoundError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=folder.at(key),
-                              fix="download the model again") from None
-
-
-def _tensors(folder: Store, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    path = folder.local_path(key)
-    try:
-        if path is None:
-            yield from safetensors.torch.load(folder.read(key)).items()
-            return
-        with safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # no mapping
-                yield name, file.get_tensor(name)
-    except (FileNotFoundError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"cannot be read: {str(error) or 'missing'}", where=folder.at(key),
-                              fix="download the model again") from None
 
 
 def padded(rows_VD: torch.Tensor, vocabulary_size: int) -> torch.Tensor:

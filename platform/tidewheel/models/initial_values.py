@@ -46,8 +46,21 @@ def init_rows(name: str, shape: Sequence[int], config: Model, seed: int, rows: r
     std = config.weight_std
     if name.endswith(config.RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * config.num_layers)
+    return normal_rows(name, shape, seed, rows, std)
+
+
+def normal_rows(name: str, shape: Sequence[int], seed: int, rows: range, std: float) -> torch.Tensor:
+    """Return neighbouring rows of a parameter with normal values of mean 0, fp32 on CPU.
+
+    Args:
+        name: name in the whole model.
+        shape: of the whole parameter.
+        seed: of the run.
+        rows: indices of the rows in the whole parameter.
+        std: standard deviation.
+    """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     width = math.prod(shape[1:])
     values = normal_values(int.from_bytes(digest[:8], "little") >> 1, shape[0] * width, rows.start * width,
                            rows.stop * width, std)
-    return values.view(part)
+    return values.view(len(rows), *shape[1:])

@@ -177,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         x_gradient = torch.empty_like(x_ND) if needs_gradient else None
         weight_gradient = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_gradient else None
-        with _without_autocast(x_ND.device.type):
+        with without_autocast(x_ND.device.type):
             weight = weight_VD.to(dtype)
             for first in range(0, len(x_ND), rows):
                 part = slice(first, first + rows)
@@ -207,8 +207,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return x_gradient, weight_gradient, *[None] * 7
 
 
-def _without_autocast(kind: str) -> AbstractContextManager[None]:
-    """Return a context without autocast, on any type of device; the meta device has none."""
+def without_autocast(kind: str) -> AbstractContextManager[None]:
+    """Return a context without autocast, on any type of device; the meta device has none.
+
+    Args:
+        kind: type of the device.
+    """
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 

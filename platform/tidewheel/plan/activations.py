@@ -9,7 +9,7 @@ from __future__ import annotations
 from tidewheel.models.family import Model
 from tidewheel.models.moe.family import MixtureFamily
 from tidewheel.plan.layout import Job, Layout
-from tidewheel.plan.routing import routing
+from tidewheel.plan.routed_rows import routed_rows
 
 
 def share_recomputed(job: Job, layout: Layout) -> float:
@@ -67,7 +67,7 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
         return 0.0
     query = model.num_heads * model.head_width / tensor
     key, inner = model.kv_heads * model.head_width / tensor, inner_width(job) / tensor
-    rows = job.routing.copies * dim  # all ranks of tensor parallelism have whole rows
+    rows = job.routed_rows.copies * dim  # all ranks of tensor parallelism have whole rows
     result = a * query + 4 * model.num_heads / tensor
     if kind == "selective":
         widths = [query, key, key, dim / tensor, *[inner] * ffn.inputs, rows or dim / tensor]
@@ -147,7 +147,7 @@ def traffic_of_parts(job: Job, tensor: int) -> dict[str, float]:
     turned = (model.num_heads + model.kv_heads) * model.head_width
     return {"norms": 2 * (2 * r + 2 * a) * model.dim / tensor, "attention": 2 * a * turned / tensor,
             "feed_forward": ((model.FEED_FORWARD.inputs + 1) * a * inner_width(job) / tensor
-                             + 3 * a * job.routing.copies * model.dim)}
+                             + 3 * a * job.routed_rows.copies * model.dim)}
 
 
 def inner_width(job: Job) -> float:
@@ -171,7 +171,7 @@ def product_sizes(job: Job) -> list[float]:
 
 def product_names(model: Model) -> list[str]:
     """Return the names of a block's matrices, in the order in which a block computes their products."""
-    if routing(model).copies:
+    if routed_rows(model).copies:
         return [*ATTENTION, "ffn.experts.w1", "ffn.experts.w3", "ffn.experts.w2"]
     cuts = {name: cut for name, cut in model.tensor_parallel(0).items() if name not in ATTENTION}
     return [*ATTENTION, *(name for kind in ("columns", "rows") for name, cut in cuts.items() if cut == kind)]

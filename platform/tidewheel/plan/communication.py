@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tidewheel.plan.activations import repeated_keys, share_recomputed
-from tidewheel.plan.experts import all_to_all, rows_bytes
+from tidewheel.plan.experts import expert_links, rows_bytes
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.held import Held
 from tidewheel.plan.layout import Job, Layout, Share
@@ -126,7 +126,7 @@ def expert_axis(job: Job, layout: Layout, share: Share, cluster: ClusterConfig) 
         share: the pipeline rank's part of the model.
         cluster: the cluster.
     """
-    exchange = all_to_all(cluster, layout)
+    exchange = expert_links(cluster, layout)
     size = rows_bytes(job, layout)
     if exchange.ranks == 1 or not size:
         return Axis("expert", 1, False, 0.0, 0.0, 0.0)

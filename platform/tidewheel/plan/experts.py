@@ -12,8 +12,8 @@ from tidewheel.plan.layout import Job, Layout
 
 
 @dataclass(frozen=True)
-class AllToAll:
-    """The exchange of rows between the ranks that share the experts."""
+class ExpertLinks:
+    """The links between the ranks that share the experts."""
 
     ranks: int
     inside: float
@@ -37,8 +37,8 @@ class AllToAll:
                                                     self.across * size / self.network)
 
 
-def all_to_all(cluster: ClusterConfig, layout: Layout) -> AllToAll:
-    """Return the exchange of a layout. Its ranks are neighbours, `tensor` apart.
+def expert_links(cluster: ClusterConfig, layout: Layout) -> ExpertLinks:
+    """Return the links of a layout. Its ranks are neighbours, `tensor` apart.
 
     Args:
         cluster: the cluster.
@@ -47,7 +47,7 @@ def all_to_all(cluster: ClusterConfig, layout: Layout) -> AllToAll:
     ranks = layout.parallel.expert
     here = min(ranks, max(1, cluster.nodes_of // layout.parallel.tensor))
     gpu = cluster.kind
-    return AllToAll(ranks, (here - 1) / ranks, (ranks - here) / ranks, gpu.node_link * LINK_SHARE,
+    return ExpertLinks(ranks, (here - 1) / ranks, (ranks - here) / ranks, gpu.node_link * LINK_SHARE,
                     gpu.network * LINK_SHARE)
 
 
@@ -61,4 +61,4 @@ def rows_bytes(job: Job, layout: Layout) -> float:
         layout: its layout.
     """
     tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
-    return tokens * job.routing.copies * job.model.dim * job.compute_bytes
+    return tokens * job.routed_rows.copies * job.model.dim * job.compute_bytes

@@ -7,14 +7,14 @@ from functools import cached_property
 
 from tidewheel.models.costs import LayerCosts
 from tidewheel.models.family import Model
-from tidewheel.plan.routing import Routing, routing
+from tidewheel.plan.routed_rows import RoutedRows, routed_rows
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import stages
 
 KEEP_PARAMETERS = 100_000_000
-"""`data: auto` is zero2 up to this many parameters, and zero3 above; as in `train.parallel.model`, which needs
+"""`data: auto` is zero2 up to this many parameters, and zero3 above; as in `train.parallel.building`, which needs
 torch."""
 
 GRADIENT_BYTES = 4
@@ -70,9 +70,9 @@ class Job:
         return self.model.parameters(self.vocabulary_size)
 
     @cached_property
-    def routing(self) -> Routing:
+    def routed_rows(self) -> RoutedRows:
         """How tokens reach experts."""
-        return routing(self.model)
+        return routed_rows(self.model)
 
     @cached_property
     def flops_per_token(self) -> int:
@@ -84,6 +84,17 @@ class Job:
         """Attention windows and the number of layers that have each."""
         found = [self.model.window(layer) for layer in range(self.model.num_layers)]
         return tuple((window, found.count(window)) for window in dict.fromkeys(found))
+
+    @cached_property
+    def saved_parameters(self) -> int:
+        """Parameters that are trained and saved: all, or those of an adapter."""
+        adapter = self.config.adapter
+        return self.parameters if adapter is None else adapter.parameters(self.model, self.vocabulary_size)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of such a parameter; an adapter's are fp32."""
+        return self.weight_bytes if self.config.adapter is None else 4
 
     @property
     def weight_bytes(self) -> int:
@@ -109,14 +120,14 @@ class Job:
     @property
     def optimizer_bytes(self) -> float:
         """Bytes of optimizer state per parameter, with fp32 master weights beside bf16 parameters."""
-        masters = 4 if self.weight_bytes == 2 else 0
-        state = self.config.optimizer.state_bytes(self.parameters, self.costs.matrices + self.costs.cut)
-        return state / self.parameters + masters
+        masters = 4 if self.saved_bytes == 2 else 0
+        matrices = self.costs.matrices + self.costs.cut if self.config.adapter is None else self.saved_parameters
+        return self.config.optimizer.state_bytes(self.saved_parameters, matrices) / self.saved_parameters + masters
 
     @property
     def checkpoint_bytes(self) -> float:
         """Bytes of a checkpoint: parameters and optimizer state, once, in every layout."""
-        return self.parameters * (self.weight_bytes + self.optimizer_bytes)
+        return self.saved_parameters * (self.saved_bytes + self.optimizer_bytes)
 
 
 @dataclass(frozen=True)

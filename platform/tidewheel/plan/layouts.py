@@ -154,7 +154,7 @@ def _legal(job: Job, cluster: ClusterConfig, parallel: ParallelConfig, kept: Mem
 
 def _expert_ranks(job: Job, shards: int) -> list[int]:
     """Return the possible numbers of ranks that share the experts."""
-    return legal.divisors(job.routing.experts, shards)
+    return legal.divisors(job.routed_rows.experts, shards)
 
 
 def _kept(job: Job) -> list[MemoryConfig]:

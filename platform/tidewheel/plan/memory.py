@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from tidewheel.plan.activations import average_kept, kept_per_token, share_recomputed
+from tidewheel.plan.adapters import with_adapter
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 from tidewheel.plan.offload import offloads
@@ -103,7 +104,8 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     activations = tokens * (share.in_flight * share.blocks * average_kept(job, layout) + again)
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
-    return Memory(parameters, copies, gradients, optimizer, activations, logits, moving)
+    result = Memory(parameters, copies, gradients, optimizer, activations, logits, moving)
+    return result if job.config.adapter is None else with_adapter(job, layout, share, parts, result)
 
 
 def _casts(job: Job, layout: Layout, share: Share, block: float) -> float:

@@ -55,7 +55,7 @@ def memory_tier(job: Job, layout: Layout, cluster: ClusterConfig, step_seconds: 
 
 def state_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes of the state that a worker holds: parameters and optimizer state."""
-    weights, optimizer = job.parameters * job.weight_bytes, job.parameters * job.optimizer_bytes
+    weights, optimizer = job.saved_parameters * job.saved_bytes, job.saved_parameters * job.optimizer_bytes
     pieces = layout.parallel.tensor * layout.parallel.pipeline
     if layout.sharded:
         return (weights + optimizer) / (pieces * layout.shards)

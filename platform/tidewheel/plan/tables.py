@@ -118,7 +118,7 @@ def summary_rows(job: Job, cluster: ClusterConfig, run_cost: Summary) -> list[Ro
 
 def _active(job: Job) -> str:
     """Return how many parameters multiply a token, for a mixture of experts."""
-    if not job.routing.copies:
+    if not job.routed_rows.copies:
         return ""
     return f", of which {job.model.matmul_parameters(job.vocabulary_size) / 1e9:.2f} B multiply a token"
 

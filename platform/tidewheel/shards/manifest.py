@@ -74,6 +74,9 @@ class Manifest:
     (`format.preference_schema`), where sequence_length is the maximum for each of the two."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The pipeline's settings, for information; {} if not recorded. They are not part of the set's identity."""
+    chat_template: str = ""
+    """Template of conversations and pairs, as JSON text of `data.tokenize.chat.read_template`; "" for plain text. It is
+    not part of the set's identity, because the tokens follow from it."""
 
     @cached_property
     def rows(self) -> int:
@@ -101,13 +104,14 @@ class Manifest:
         """Return the JSON values of the fields that identify the set."""
         values = self.canonical()
         values.pop("recipe", None)
+        values.pop("chat_template", None)
         return values
 
     def canonical(self) -> dict[str, Any]:
         """Return the JSON values of all fields."""
         values = asdict(self)
         del values["to_come"]
-        for name in ("waves", "recipe"):  # omitted when empty, as before these fields existed
+        for name in ("waves", "recipe", "chat_template"):  # omitted when empty, as before these fields existed
             if not values[name]:
                 del values[name]
         values["shards"] = list(values["shards"])
@@ -182,7 +186,8 @@ def parse_manifest(values: Any, where: str) -> Manifest:
         sequence_length=length, token_dtype=dtype, vocabulary_size=vocabulary, tokenizer=tokenizer,
         recipe_hash=fields.text("recipe_hash"), evaluation_sets=tuple(sets), documents=fields.number("documents"),
         shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)), waves=waves, kind=kind,
-        recipe=fields.group("recipe").values if "recipe" in fields.values else {})
+        recipe=fields.group("recipe").values if "recipe" in fields.values else {},
+        chat_template=fields.text("chat_template") if "chat_template" in fields.values else "")
 
 
 def parse_shards(fields: Fields, room: int) -> tuple[ShardInfo, ...]:

@@ -9,7 +9,7 @@ import pydantic
 
 from tidewheel.errors import CheckpointError, ConfigError, ShardError
 from tidewheel.models import families
-from tidewheel.parts import name_of
+from tidewheel.parts import as_json, name_of
 from tidewheel.shards.integrity import HASH_AT_START_BYTES, check_files
 from tidewheel.shards.manifest import PREFERENCES, Manifest, read_manifest
 from tidewheel.shards.opened import ROWS
@@ -169,14 +169,16 @@ def _lasts(config: TrainConfig, source: Source) -> None:
         f"{sizes.steps(source.end):,} steps")
 
 
-IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head", "reference")
+IDENTITY = ("model", "adapter", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head",
+            "reference")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """Properties of the shards that an error names when another shard set is given."""
 
 
 def identity(config: TrainConfig, source: Source) -> dict[str, object]:
     """Return what a checkpoint and the run that resumes from it must have in common: the data order and all shapes."""
-    return {"model": config.model.shape(), "global_sequences": config.batch.global_sequences,
+    return {"model": config.model.shape(), "adapter": None if config.adapter is None else as_json(config.adapter),
+            "global_sequences": config.batch.global_sequences,
             "ramp": config.batch.canonical()["ramp"] or None, "virtual_ranks": config.batch.virtual_ranks,
             "data_seed": config.data.seed, "shards": source.hash,
             "sequence_length": source.manifest.sequence_length, "vocabulary_size": source.manifest.vocabulary_size,
@@ -206,6 +208,25 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
         raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
                           where=config.run_uri,
                           fix="restore them (run.json has the old ones), or start a new run with another run.id")
+
+
+def same_base(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, config: TrainConfig) -> None:
+    """Check that an adapter is continued on the base that it was trained on.
+
+    Args:
+        saved: URI and hash of the checkpoint's base; None: it holds the whole model.
+        now: the same of the base that was loaded.
+        config: the run's settings.
+
+    Raises:
+        ConfigError: it is another base.
+    """
+    if (saved or {}).get("hash") == (now or {}).get("hash"):
+        return
+    before = "no adapter" if saved is None else f"an adapter of {saved['from'] or saved['hash']} ({saved['hash']})"
+    given = "no adapter is set" if now is None else f"the base is now {now['from'] or now['hash']} ({now['hash']})"
+    raise ConfigError(f"the checkpoint is of {before}, but {given}", where="model.init_from",
+                      fix="give the base that the run began with, or start a new run with another run.id")
 
 
 def _same_model(saved: Any, config: TrainConfig) -> bool:

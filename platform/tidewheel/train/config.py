@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
-from tidewheel.models import families
+from tidewheel.models import adapters, families
 from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
@@ -221,6 +221,9 @@ class TrainConfig(Config):
     """The data to train on."""
     model: families.ChosenModel = families.KIND.build(families.DEFAULT)
     """The model: settings of the family whose name is in `kind`."""
+    adapter: adapters.ChosenAdapter | None = None
+    """Train an adapter alone, on a model whose own parameters are frozen: settings of the adapter whose name is in
+    `kind`."""
     objective: objectives.ChosenObjective = objectives.KIND.build(objectives.DEFAULT)
     """What to minimise: settings of the objective whose name is in `kind`. `loss` is its former name."""
     optimizer: optimizers.ChosenOptimizer = optimizers.KIND.build(optimizers.DEFAULT)

@@ -96,6 +96,15 @@ class Objective(Part):
         """
         raise NotImplementedError
 
+    def rewards(self, outputs: Outputs, batch: MicroBatch) -> torch.Tensor:
+        """Return the reward of each row, fp32 [B]; for objectives whose `HEAD` is 1.
+
+        Args:
+            outputs: see `sums`.
+            batch: see `sums`.
+        """
+        raise NotImplementedError
+
     def count(self, batch: MicroBatch) -> int:
         """Return the number of terms in a micro-batch's sums; by default its number of targets."""
         return batch.num_targets

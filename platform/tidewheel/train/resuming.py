@@ -7,10 +7,12 @@ from typing import Any
 from tidewheel.train import checks, parallel
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.optim.build import model_state
+from tidewheel.train.parallel import adapter_weights, initial_weights
+from tidewheel.train.parallel.building import HEAD_WEIGHT
 from tidewheel.train.parallel.caches import check_current
-from tidewheel.train.parallel.model import HEAD_WEIGHT
 from tidewheel.train.positions import Window
 from tidewheel.train.record import read_rollbacks
+from tidewheel.train.runtime import Loaded
 from tidewheel.train.saving import Saving
 from tidewheel.train.training import Training
 
@@ -36,6 +38,7 @@ class Resuming:
         """
         training = self._training
         training.watch.mark(0, "load")
+        self._set_base()
         state = training.state()
         tensors = [tensor for group in state.values() for tensor in group.values()]
         check_current(tensors, training.model.mesh.mark)
@@ -47,6 +50,7 @@ class Resuming:
             if training.config.guards.may_roll_back:
                 self._saving.save(0)
             return None
+        checks.same_base(extra.get("base"), training.base, training.config)
         checks.continues(extra["identity"], training.config, training.source)
         checks.same_history(extra, training.positions, training.config)
         self.continue_from(extra)
@@ -69,10 +73,31 @@ class Resuming:
         training.optimizer.restored()
         training.model.refresh()
 
+    def _set_base(self) -> None:
+        """Set the frozen base of an adapter, which the run's own checkpoints do not hold."""
+        training = self._training
+        if training.model.adapter is None:
+            return
+        uri = training.config.model.init_from
+        bases = [Loaded("", f"seed {training.config.seed}")]
+        if uri:
+            adapter_weights.set_base(training.model, lambda values: bases.append(
+                training.runtime.checkpoints.load_from(uri, {"model": dict(values)})))
+        else:
+            initial_weights.init_base(training.model, training.config.seed)
+        training.base = {"from": bases[-1].uri, "hash": bases[-1].hash, "vocabulary_size": training.vocabulary_size}
+
     def _set_weights(self) -> None:
         """Set the initial values, or those of `model.init_from`. An objective's own head always starts anew."""
         training = self._training
         config = training.config
+        if training.model.adapter is not None:
+            adapter_weights.init_adapter(training.model, config.seed)
+            if training.model.adapter.init_from:
+                values = {"model": training.state()["model"]}
+                training.runtime.checkpoints.load_from(training.model.adapter.init_from, values)
+                training.model.refresh()
+            return
         if not config.model.init_from or config.objective.HEAD:
             parallel.init_weights(training.model, config.seed)
         if not config.model.init_from:

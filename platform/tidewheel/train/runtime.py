@@ -45,6 +45,16 @@ class Keeps:
     """Copies for which the training waited, because the copy before was still under way."""
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint of another run that was loaded."""
+
+    uri: str
+    """Of the checkpoint itself."""
+    hash: str
+    """Of the model's tensors as they are stored."""
+
+
 class Checkpointer(Protocol):
     """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
 
@@ -54,8 +64,8 @@ class Checkpointer(Protocol):
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill the tensors from the newest checkpoint in storage, and drop newer ones in memory: the run rolls back."""
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> None:
-        """Fill the tensors in place from a checkpoint of another run."""
+    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+        """Fill the tensors in place from a checkpoint of another run, and return which one it was."""
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Start a save. The tensors may change after `settle`.
@@ -194,7 +204,7 @@ class NoCheckpoints(Checkpointer):
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return None
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> None:
+    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
         raise NotImplementedError("reading another run's checkpoint takes a checkpoint.CheckpointManager")
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:

@@ -171,6 +171,7 @@ class Saving:
         """Return the JSON values that go with the tensors of a checkpoint."""
         training, progress = self._training, self._training.progress
         return {
+            **({} if training.base is None else {"base": training.base}),
             "step": step, "position": training.positions.end(step), "tokens": progress.tokens,
             "loss": progress.loss, "guard": self._guard.state(),
             "validation_loss": progress.validation_loss if progress.validated == step else None,

@@ -26,6 +26,7 @@ VERSION = "version."
 """Start of the dotted name under which the version of a part is compared: "version.optimizer_adamw"."""
 REFUSED: dict[str, str] = {
     "model": "the weights have another shape, or mean something else",
+    "adapter": "the trained parameters would be others",
     "optimizer.kind": "the saved state belongs to another optimizer",
     "parameters": "the weights and the optimizer's state are in another format",
     "batch.global_sequences": "the order of the tokens would change",

@@ -51,6 +51,8 @@ class Training:
     record: RunRecord
     positions: Positions
     progress: Progress
+    base: dict[str, Any] | None = None
+    """Of an adapter's run: URI, hash and vocabulary size of the frozen model, which checkpoints name."""
 
     @classmethod
     def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: StorageWait) -> Training:

@@ -113,6 +113,7 @@ class TokenizeSettings(TypedDict, total=False):
     pattern: str | None
     special_tokens: Mapping[str, int]
     chat_template: str | None
+    loss: Literal["assistant", "all", "last_turn"]
     template_date: datetime | str | None
 
 

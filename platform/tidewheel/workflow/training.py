@@ -16,6 +16,7 @@ from tidewheel.workflow.pipeline import Pipeline
 from tidewheel.workflow.steps import REFERENCE, Reference, WorkflowStep
 
 if TYPE_CHECKING:
+    from tidewheel.models.adapter import Adapter
     from tidewheel.models.family import Model
     from tidewheel.train.batch_config import BatchConfig
     from tidewheel.train.callback import Callback
@@ -61,7 +62,7 @@ class Train:
                  data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
                  reference: Reference | None = None, overlap: bool = False, run: Settings | RunConfig | None = None,
                  reading: Settings | DataConfig | None = None, model: str | Settings | Model | None = None,
-                 objective: str | Settings | Objective | None = None,
+                 adapter: str | Settings | Adapter | None = None, objective: str | Settings | Objective | None = None,
                  optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
@@ -92,12 +93,12 @@ class Train:
             raise ConfigError("overlap needs a pipeline whose shards are read in waves", where="Train(...)",
                               fix="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")
         given: dict[str, Any] = {
-            "run": run, "data": reading, "model": model, "objective": objective, "optimizer": optimizer,
-            "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps, "seed": seed,
-            "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32, "reproducible": reproducible,
-            "compile": compile, "compile_cache": compile_cache, "run_ahead": run_ahead, "memory": memory,
-            "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards, "metrics": metrics, "logs": logs,
-            "profile": profile, "callbacks": callbacks, "elastic": elastic}
+            "run": run, "data": reading, "model": model, "adapter": adapter, "objective": objective,
+            "optimizer": optimizer, "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps,
+            "seed": seed, "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32,
+            "reproducible": reproducible, "compile": compile, "compile_cache": compile_cache, "run_ahead": run_ahead,
+            "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards,
+            "metrics": metrics, "logs": logs, "profile": profile, "callbacks": callbacks, "elastic": elastic}
         self.settings: dict[str, Setting] = {
             name: _written(value, name) for name, value in given.items() if value is not None}
 

@@ -52,7 +52,7 @@ def test_text_is_the_same_with_and_without_cache(drawing: dict, context: int):
                   for cache in (True, False))
     assert one == other
     assert len(one) == 30
-    stopped = generate(model, prompt, tokens=30, context=context, seed=4, stop=one[6], **drawing)
+    stopped = generate(model, prompt, tokens=30, context=context, seed=4, stop={one[6]}, **drawing)
     assert stopped == one[:one.index(one[6]) + 1]
 
 

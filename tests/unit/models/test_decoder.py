@@ -141,7 +141,7 @@ def test_generation_depends_on_the_seed_and_ends_at_the_stop_token():
     assert len(first) == 12
     assert first != generate(model, [3, 4], tokens=12, context=8, seed=6)
     greedy = generate(model, [3, 4], tokens=12, context=8, temperature=0)
-    assert generate(model, [3, 4], tokens=12, context=8, temperature=0, stop=greedy[2])[-1] == greedy[2]
+    assert generate(model, [3, 4], tokens=12, context=8, temperature=0, stop={greedy[2]})[-1] == greedy[2]
 
 
 @pytest.mark.parametrize(("values", "says"), [

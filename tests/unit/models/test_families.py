@@ -198,7 +198,12 @@ def test_costs_that_a_family_declares_are_those_of_its_blocks(case: tuple[str, d
         ("gemma", "gemma2_2b", 256000, 2_614_341_888), ("gemma", "gemma2_9b", 256000, 9_241_705_984),
         ("gemma", "gemma2_27b", 256000, 27_227_128_320), ("gemma", "gemma3_1b", 262144, 999_885_952),
         ("gemma", "gemma3_270m", 262144, 268_098_176), ("olmo2", "olmo2_7b", 100352, 7_298_617_344),
-        ("olmo2", "olmo2_13b", 100352, 13_716_198_400), ("olmo2", "olmo2_1b", 100352, 1_484_916_736)])
+        ("olmo2", "olmo2_13b", 100352, 13_716_198_400), ("olmo2", "olmo2_1b", 100352, 1_484_916_736),
+        ("mixtral", "mixtral_8x7b", 32000, 46_702_792_704), ("qwen3_moe", "qwen3_30b_a3b", 151_936, 30_532_122_624),
+        ("qwen3_moe", "qwen3_235b_a22b", 151_936, 235_093_634_560), ("olmoe", "olmoe_1b_7b", 50_304, 6_919_161_856),
+        # 671,026,419,200 with the selection biases, which are no parameters here
+        ("deepseek_v3", "deepseek_v3", 129_280, 671_026_404_352),
+        ("gpt_oss", "gpt_oss_20b", 201_088, 20_914_757_184), ("gpt_oss", "gpt_oss_120b", 201_088, 116_829_156_672)])
 def test_presets_have_the_published_number_of_parameters(case: tuple[str, str, int, int]):
     """Compare with the sizes that Hugging Face's hub shows for the safetensors files of each model."""
     family, preset, vocabulary, published = case

@@ -16,19 +16,19 @@ from tidewheel.config import build
 from tidewheel.models.decoder import Decoder
 from tidewheel.plan.activations import kept_per_token, product_sizes
 from tidewheel.plan.communication import expert_axis, groups, unit_bytes
-from tidewheel.plan.experts import all_to_all, rows_bytes
+from tidewheel.plan.experts import expert_links, rows_bytes
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import Job, Layout, shares
 from tidewheel.plan.layouts import rank
 from tidewheel.plan.memory import memory
-from tidewheel.plan.routing import routing
+from tidewheel.plan.routed_rows import routed_rows
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.optim.build import build_optimizer
+from tidewheel.train.parallel.building import parallelize
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.mesh import Mesh
-from tidewheel.train.parallel.model import parallelize
 from tidewheel.train.runtime import Runtime
 
 SMALL = {"kind": "mixtral", "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96,
@@ -61,8 +61,8 @@ def test_all_parameters_and_those_of_a_token():
     made = job(MIXTRAL)
     assert made.parameters == pytest.approx(46.7e9, rel=1e-3)
     assert made.costs.active + 2 * made.vocabulary_matrix == pytest.approx(12.9e9, rel=1e-2)
-    assert (routing(made.model).experts, routing(made.model).copies) == (8, 2.0)
-    assert routing(job({"preset": "8b"}).model).copies == 0
+    assert (routed_rows(made.model).experts, routed_rows(made.model).copies) == (8, 2.0)
+    assert routed_rows(job({"preset": "8b"}).model).copies == 0
 
 
 @pytest.mark.parametrize("expert", [1, 2, 8])
@@ -110,7 +110,7 @@ def test_experts_are_gathered_by_the_ranks_that_have_them():
     (8, 1, 7 / 8, 0), (16, 1, 7 / 16, 8 / 16), (8, 2, 3 / 8, 4 / 8), (2, 1, 1 / 2, 0), (64, 1, 7 / 64, 56 / 64)])
 def test_rows_that_stay_on_the_node_and_that_leave_it(expert: int, tensor: int, inside: float, across: float):
     cluster = ClusterConfig(gpus=128)
-    exchange = all_to_all(cluster, layout(128, expert=expert, tensor=tensor))
+    exchange = expert_links(cluster, layout(128, expert=expert, tensor=tensor))
     assert (exchange.inside, exchange.across) == pytest.approx((inside, across))
     slowest = max(inside / 450e9, across / 50e9) / LINK_SHARE
     assert exchange.seconds(1e9) == pytest.approx(1e9 * slowest + (expert - 1) * HOP_SECONDS)
@@ -124,7 +124,7 @@ def test_rows_travel_there_and_back_in_both_passes(kept: str, times: int):
     axis = expert_axis(made, where, shares(made, where)[0], cluster)
     assert axis.bytes == pytest.approx(times * 32 * rows_bytes(made, where) * 7 / 8)
     assert axis.exposed == axis.seconds == pytest.approx(
-        times * 32 * all_to_all(cluster, where).seconds(rows_bytes(made, where)))
+        times * 32 * expert_links(cluster, where).seconds(rows_bytes(made, where)))
     assert expert_axis(made, layout(64), shares(made, where)[0], cluster).seconds == 0
 
 

@@ -25,7 +25,7 @@ from tidewheel.train.memory import apply
 from tidewheel.train.memory.activations import ATTENTION, PRODUCTS
 from tidewheel.train.memory.config import Kind, MemoryConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
-from tidewheel.train.parallel import model as model_module
+from tidewheel.train.parallel import building
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import SCHEDULES, takes
 
@@ -244,6 +244,6 @@ def test_offload_leaves_the_gpu_to_activations():
 
 
 def test_constants_of_modules_that_need_torch():
-    assert layout_module.KEEP_PARAMETERS == model_module.KEEP_PARAMETERS
+    assert layout_module.KEEP_PARAMETERS == building.KEEP_PARAMETERS
     assert memory_module.WHOLE_LOGITS_BYTES == loss.WHOLE_BYTES
     assert memory_module.CHUNK_TOKENS == loss.GPU_CHUNK_TOKENS

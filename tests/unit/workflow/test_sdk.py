@@ -88,7 +88,7 @@ def test_a_setting_of_a_training_that_is_not_there_is_refused(settings, message)
 
 
 def test_a_training_takes_every_setting_there_is():
-    arguments = set(inspect.signature(tw.Train).parameters) - {"config", "init_from", "overlap", "unknown"}
+    arguments = set(inspect.signature(tw.Train).parameters) - {"config", "init_from", "reference", "overlap", "unknown"}
     assert arguments - {"reading"} == set(TrainConfig.model_fields)
 
 

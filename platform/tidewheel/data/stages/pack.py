@@ -58,6 +58,8 @@ def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list
                      "kind": job.config.read.kind,
                      "settings": settings_of(job.config.step("tokenize")).canonical(),
                      "chat_template": job.chat_template,
+                     # always in the keys of conversations: those without a learnt token have been dropped since then
+                     **({"loss": job.config.step("tokenize").loss} if job.config.read.kind == "chat" else {}),
                      **({"only": only} if only else {})}
     decisive = {**step.decisive(), **more_settings}
     decisive.pop("waves", None)  # units do not depend on the number of waves
@@ -177,7 +179,8 @@ def pack_part(task: Task) -> Published:
                                       sequence_length=task.inputs["sequence_length"])
         sets = _pair_sets(task, encoded)
     else:
-        encoded = tokens.encode(documents, encoder, task.inputs["chat_template"])
+        encoded = tokens.encode(documents, encoder, task.inputs["chat_template"],
+                                task.inputs.get("loss", "assistant"))
         sets = _packed_sets(task, encoder, encoded)
     summary = {**_dropped(writer, encoded.dropped, encoded.heads), "kept": kept.samples(encoded.dropped),
                "source_tokens": _source_tokens(task, encoded, kept)}
@@ -312,7 +315,7 @@ def _manifest(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
         evaluation_sets=tuple(evaluation_sets), documents=sum(unit.summary[name]["documents"] for unit in units),
         shards=tuple(_shards(name, units)), loss_mask=job.config.read.kind == "chat", waves=tuple(waves),
         kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED,
-        recipe=origin.settings_of(job.config))
+        recipe=origin.settings_of(job.config), chat_template=job.chat_template)
 
 
 def _shards(name: str, units: Sequence[Published]) -> list[ShardInfo]:

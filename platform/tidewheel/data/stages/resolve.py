@@ -147,7 +147,7 @@ def chat_template(config: PipelineConfig, input: str) -> str:
     step = config.step("tokenize")
     if step is None or config.read.kind == "documents":
         return ""
-    from tidewheel.data.tokenize.chat import read_template
+    from tidewheel.data.tokenize.chat import ChatTemplate, read_template
 
     def read(path: str) -> tuple[str, bytes | None]:
         template_store, name = split(_below(input, path))
@@ -170,7 +170,12 @@ def chat_template(config: PipelineConfig, input: str) -> str:
         if template is None:
             raise InputError("there is no such chat template", where=where,
                              fix="correct tokenize.chat_template; a relative path is below --input")
-    return read_template(values, template, where=where, date=step.template_date)
+    source = read_template(values, template, where=where, date=step.template_date)
+    if config.read.kind == "chat" and not ChatTemplate(source, ()).learns(step.loss):
+        raise InputError("nothing that the assistant says would be learnt with this chat template", where=where,
+                         fix="put {% generation %} and {% endgeneration %} around the assistant's text, or set "
+                             "tokenize.loss: all")
+    return source
 
 
 def _filter_files(config: PipelineConfig, input: str) -> dict[str, str]:

@@ -23,6 +23,8 @@ from tidewheel.versions import Version
 
 VERSION = Version("tokenize")
 """Version of how text, conversations and preference pairs become tokens."""
+NOTHING_LEARNT = "nothing_learnt"
+"""Reason of a conversation of which no token would be learnt."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,14 @@ def template_of(values: str, encoder: Encoder) -> chat.ChatTemplate:
     return chat.ChatTemplate(values, tuple(encoder.special))
 
 
-def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Tokens:
+def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str, loss: chat.Loss = "assistant") -> Tokens:
     """Tokenize documents.
 
     Args:
         tables: documents (`document.DOCUMENT_SCHEMA`).
         encoder: the tokenizer, with its policy on special tokens.
         template: chat template of conversations (`Job.chat_template`); "" for plain text.
+        loss: which tokens of conversations are learnt, see `TokenizeStep`.
 
     Raises:
         InputError: the text of a conversation differs from its messages, because a step edited it.
@@ -84,7 +87,7 @@ def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Token
     for table in tables:
         text_bytes += int(pc.sum(pc.binary_length(table["text"])).as_py())
         if template:
-            flat, mask, offsets, kept = _conversations(table, encoder, template_of(template, encoder), dropped)
+            flat, mask, offsets, kept = _conversations(table, encoder, template_of(template, encoder), loss, dropped)
             masks.append(mask)
             table = table.filter(pa.array(kept))
             own = np.diff(offsets)[kept]  # refused conversations have no tokens
@@ -99,13 +102,14 @@ def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Token
                   text_bytes, dropped.verdicts(), dropped.heads())
 
 
-def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplate, dropped: _Dropped
+def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplate, loss: chat.Loss, dropped: _Dropped
                    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return (tokens, loss mask, offsets, whether each was accepted) of the conversations in `table`."""
     metas = _metas(table, lambda meta: text_of(meta[MESSAGES]))
     encoded, refused = chat.encode(encoder, template, [meta[MESSAGES] for meta in metas],
-                                   [meta.get(TOOLS) for meta in metas])
-    kept = dropped.take(table, {row: (preferences.REFUSED, why) for row, why in refused.items()})
+                                   [meta.get(TOOLS) for meta in metas], loss)
+    kept = dropped.take(table, {row: (NOTHING_LEARNT if why == chat.NOTHING_LEARNT else preferences.REFUSED, why)
+                                for row, why in refused.items()})
     return encoded.tokens, encoded.loss_mask, encoded.offsets, kept
 
 

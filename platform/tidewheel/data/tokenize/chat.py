@@ -14,6 +14,7 @@ import numpy as np
 from tidewheel.data.tokenize.chat_template import (
     PLAIN,
     ChatTemplate,
+    Loss,
     Messages,
     Refused,
     Rendered,
@@ -26,6 +27,7 @@ from tidewheel.shards.tokenizer.huggingface import HuggingFace
 
 __all__ = ["ChatTemplate", "Encoded", "Messages", "Refused", "Tools", "encode", "encode_rendered", "read_template"]
 
+NOTHING_LEARNT = "no token of the conversation would be learnt"
 _BATCH = 512  # conversations per call, to limit memory
 
 
@@ -45,10 +47,10 @@ class Encoded:
 
 
 def encode(encoder: Encoder, template: ChatTemplate, conversations: Sequence[Messages],
-           tools: Sequence[Tools] | None = None) -> tuple[Encoded, dict[int, str]]:
+           tools: Sequence[Tools] | None = None, loss: Loss = "assistant") -> tuple[Encoded, dict[int, str]]:
     """Render and tokenize conversations.
 
-    A token belongs to the assistant if at least one of its characters does. No BOS or EOS is added, because the
+    A token is learnt if at least one of its characters is. No BOS or EOS is added, because the
     template renders them.
 
     Args:
@@ -56,10 +58,11 @@ def encode(encoder: Encoder, template: ChatTemplate, conversations: Sequence[Mes
         template: the chat template.
         conversations: messages of each conversation.
         tools: tools of each conversation; None if no conversation has tools.
+        loss: which tokens are learnt, see `TokenizeStep`.
 
     Returns:
-        (tokens and loss masks, {index: reason} of the conversations that the template refuses). A refused conversation
-        has no tokens.
+        (tokens and loss masks, {index: reason} of the conversations that are refused: by the template, or because no
+        token would be learnt). A refused conversation has no tokens.
 
     Raises:
         InputError: the tokenizer is not a tokenizer.json, or the template needs a date and none is set.
@@ -68,7 +71,7 @@ def encode(encoder: Encoder, template: ChatTemplate, conversations: Sequence[Mes
     rendered: list[Rendered] = []
     for index, messages in enumerate(conversations):
         try:
-            rendered.append(template.rendered(messages, tools[index] if tools else None))
+            rendered.append(template.rendered(messages, tools[index] if tools else None, loss))
         except Refused as error:
             refused[index] = str(error)
             rendered.append(Rendered("", ()))
@@ -76,10 +79,14 @@ def encode(encoder: Encoder, template: ChatTemplate, conversations: Sequence[Mes
     tokens = [np.zeros(0, np.uint32)]
     masks = [np.zeros(0, np.uint8)]
     offsets = np.zeros(len(rendered) + 1, np.int64)
-    for end, (conversation, (ids, characters)) in enumerate(zip(rendered, encoded, strict=True), 1):
-        tokens.append(ids)
-        masks.append(_mask(characters, conversation.spans))
-        offsets[end] = len(ids)
+    for index, (conversation, (ids, characters)) in enumerate(zip(rendered, encoded, strict=True)):
+        mask = _mask(characters, conversation.spans)
+        if not mask.any() and index not in refused:
+            refused[index] = NOTHING_LEARNT
+        if index not in refused:
+            tokens.append(ids)
+            masks.append(mask)
+            offsets[index + 1] = len(ids)
     return Encoded(np.concatenate(tokens), np.concatenate(masks), np.cumsum(offsets)), refused
 
 

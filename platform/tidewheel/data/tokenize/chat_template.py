@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from tidewheel.data.readers.messages import ASSISTANT, MARKS
 from tidewheel.data.tokenize.template_date import strftime_of
@@ -27,9 +27,13 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 _TRIALS = ([{"role": "user", "content": "a"}],
            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}])
+_BLOCKS = re.compile(f"([{BEGIN}{END}])")
+_ANSWER = "answer"
+_ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
+Loss = Literal["assistant", "all", "last_turn"]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers' names for one field
 
 
@@ -174,18 +178,27 @@ class ChatTemplate:
             return {name: self._guarded(inner) for name, inner in value.items()}
         return [self._guarded(inner) for inner in value] if isinstance(value, list) else value
 
-    def rendered(self, messages: Messages, tools: Tools = None) -> Rendered:
-        """Return the conversation as text, with the spans that the assistant says.
+    def rendered(self, messages: Messages, tools: Tools = None, loss: Loss = "assistant") -> Rendered:
+        """Return the conversation as text, with the spans that are learnt.
+
+        Args:
+            messages: the conversation.
+            tools: its tools.
+            loss: setting of `TokenizeStep`.
 
         Raises:
             Refused: the template does not accept the conversation, or the spans are ambiguous.
         """
+        if loss == "all":
+            return self._all(messages, tools)
+        if loss == "last_turn":
+            messages = _without_earlier(messages)
         text = self.text(messages, tools)
         if not (self._tool_program if tools else self._program).is_marked:
             return Rendered(text, tuple(self._turn(messages, tools, index, text)
                                         for index, message in enumerate(messages)
                                         if message["role"] == ASSISTANT and message.get("weight", 1)))
-        parts = re.split(f"([{BEGIN}{END}])", text)
+        parts = _BLOCKS.split(text)
         spans: list[tuple[int, int]] = []
         position = 0
         for part in parts:
@@ -197,6 +210,27 @@ class ChatTemplate:
                 position += len(part)
         return Rendered("".join(part for part in parts if part not in (BEGIN, END)), _weighted(spans, messages))
 
+    def _all(self, messages: Messages, tools: Tools) -> Rendered:
+        """Return the conversation with the spans between the messages of weight 0."""
+        text = _BLOCKS.sub("", self.text(messages, tools))
+        spans: list[tuple[int, int]] = []
+        position = 0
+        for index, message in enumerate(messages):
+            if message.get("weight", 1):
+                continue
+            begin, end = (len(part) for part in self._around(messages, tools, index, text))
+            spans.append((position, begin))
+            position = end
+        return Rendered(text, (*spans, (position, len(text))))
+
+    def _around(self, messages: Messages, tools: Tools, index: int, text: str) -> tuple[str, str]:
+        """Return `text` before message `index`, and up to its end."""
+        before = _BLOCKS.sub("", self.text(messages[:index], tools)) if index else ""
+        after = _BLOCKS.sub("", self.text(messages[: index + 1], tools)) if index + 1 < len(messages) else text
+        if not (text.startswith(after) and after.startswith(before)):
+            raise Refused("the template changes earlier messages, so the tokens of one with weight 0 are ambiguous")
+        return before, after
+
     def _turn(self, messages: Messages, tools: Tools, index: int, text: str) -> tuple[int, int]:
         """Return the span of the turn of one message."""
         before = self.text(messages[:index], tools, add_generation_prompt=True)
@@ -205,6 +239,28 @@ class ChatTemplate:
             raise Refused("the template changes earlier turns, so the tokens of a turn are ambiguous; mark them with "
                           "{% generation %} and {% endgeneration %}")
         return len(before), self.turn_end(after, len(before))
+
+    def learns(self, loss: Loss) -> bool:
+        """Return whether the answer of a simple conversation is learnt; True if the template does not accept one.
+
+        Args:
+            loss: setting of `TokenizeStep`.
+        """
+        try:
+            rendered = self.rendered(_ANSWERED, loss=loss)
+        except Refused:
+            return True
+        return any(_ANSWER in rendered.text[begin:end] for begin, end in rendered.spans)
+
+    def turn_token(self) -> str | None:
+        """Return the special token that ends a turn of the assistant; None if the template writes none."""
+        try:
+            text = self.text(_ANSWERED)
+        except Refused:
+            return None
+        answer = text.rfind(_ANSWER)
+        found = self.special.search(text, answer + len(_ANSWER)) if answer >= 0 else None
+        return found[0] if found else None
 
     def turn_end(self, text: str, begin: int) -> int:
         """Return the end of the turn that begins at `begin`.
@@ -220,6 +276,13 @@ def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if value is not None and name != "weight"}
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def _without_earlier(messages: Messages) -> Messages:
+    """Return the messages with weight 0 for all of the assistant's before the user's last one."""
+    last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [{**message, "weight": 0} if index < last and message["role"] == ASSISTANT else message
+            for index, message in enumerate(messages)]
 
 
 def _weighted(spans: Sequence[tuple[int, int]], messages: Messages) -> tuple[tuple[int, int], ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from tidewheel.models.loss import without_autocast
 from tidewheel.models.moe.balance import auxiliary_loss, with_loss, z_loss
 from tidewheel.models.moe.config import MixtureOfExperts
 
@@ -83,7 +84,7 @@ class Router(nn.Module):
             x_TD: normalised hidden states.
         """
         config = self.config
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device.type):
             logits_TE = self._logits(x_TD)
             scores_TE = _scores(logits_TE, config)
             by_experts = config.routing == "expert_choice"

@@ -23,6 +23,7 @@ from tidewheel.models import attention_operator
 from tidewheel.models.attention import document_mask
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
+from tidewheel.models.moe.experts import Experts
 from tidewheel.models.rope import rope_table
 from tidewheel.train.memory.config import MemoryConfig
 
@@ -30,8 +31,8 @@ aten = torch.ops.aten
 _BLOCK = re.compile(r"(^|\.)blocks\.\d+$")
 PARTS = {"attention": "attention", "feed_forward": "ffn"}
 """The module of a block that a kind of checkpointing recomputes."""
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default}
-"""Matrix products with weights, in bf16, fp32 and fp8."""
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default, aten._grouped_mm.default}
+"""Matrix products with weights, in bf16, fp32 and fp8, and of experts."""
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -106,7 +107,7 @@ def _check_names(config: MemoryConfig, names: Sequence[str]) -> None:
 
 
 def product_names(model: Model, layer: int = 0) -> tuple[str, ...]:
-    """Return the names of a block's linear layers in the order in which it computes their products.
+    """Return the names of a block's linear layers and experts, in the order in which it computes their products.
 
     Args:
         model: the model family's settings; a block of it runs on the meta device.
@@ -118,6 +119,9 @@ def product_names(model: Model, layer: int = 0) -> tuple[str, ...]:
         for name, module in block.named_modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_hook(lambda *_, name=name: names.append(name))
+            elif isinstance(module, Experts):
+                module.register_forward_hook(lambda *_, name=name: names.extend(
+                    f"{name}.{matrix}" for matrix in ("w1", "w3", "w2")))
         positions = torch.zeros(1, 2, dtype=torch.int64)
         rope = model.rope(layer)
         table = None if rope is None else rope_table(positions, rope)
@@ -151,7 +155,8 @@ def _selective(config: MemoryConfig, names: Sequence[str]) -> Any:
         if operator in PRODUCTS:
             seen[context.is_recompute] += 1
             number = seen[context.is_recompute]
-            save = config.keeps_product(number, names[number - 1] if names else "")
+            # experts in reproducible mode have a product for each group, more than names
+            save = config.keeps_product(number, names[number - 1] if number <= len(names) else "")
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -53,7 +53,6 @@ class RewardModel(PairObjective):
                                    "margins": (chosen - rejected).sum(), "accuracies": (chosen > rejected).sum()})
 
     def rewards(self, outputs: Outputs, batch: MicroBatch) -> torch.Tensor:
-        """Return the reward of each row, fp32 [B]."""
         values = outputs.logits()[..., 0].float()
         rows = batch.segment_ids >= 0
         last = rows.sum(dim=1, keepdim=True) - 1

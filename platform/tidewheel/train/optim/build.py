@@ -52,8 +52,9 @@ def training_state(model: HasParameters, optimizer: ModelOptimizer) -> dict[str,
 
 
 def model_state(model: HasParameters) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of a model's parameters and buffers, which share its memory."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Return {name: tensor} of a model's trained parameters and what goes with them, which share its memory."""
+    kept = {**dict(model.named_parameters()), **getattr(model, "constants", dict)()}
+    parameters = {name: parameter.detach() for name, parameter in kept.items()}
     return {**parameters, **dict(model.named_buffers())}
 
 

@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tidewheel.train.parallel.building import build
+    from tidewheel.train.parallel.data_parallel import local
     from tidewheel.train.parallel.initial_weights import init_weights
     from tidewheel.train.parallel.mesh import Mesh
-    from tidewheel.train.parallel.model import ParallelModel, build, local
+    from tidewheel.train.parallel.model import ParallelModel
 
-_MODULES = {"Mesh": "mesh", "ParallelModel": "model", "build": "model", "init_weights": "initial_weights",
-            "local": "model"}
+_MODULES = {"Mesh": "mesh", "ParallelModel": "model", "build": "building", "init_weights": "initial_weights",
+            "local": "data_parallel"}
 
 __all__ = ["Mesh", "ParallelModel", "build", "init_weights", "local"]
 

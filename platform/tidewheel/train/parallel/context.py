@@ -171,7 +171,7 @@ class SharedRows:
         """Yield the attention of this rank's queries to the keys that have made 0, 1, ... hops."""
         for hops in range(partition.hops(documents.divided, documents.starts, window)):
             source = (self._rank - hops) % self._size
-            if not partition.sees(documents.divided[self._rank], documents.divided[source], documents.starts, window):
+            if not partition.pairs(documents.divided[self._rank], documents.divided[source], documents.starts, window):
                 yield None
                 continue
             seen = key_intervals(segment_ids, documents.places[self._rank], documents.places[source], window)

@@ -42,10 +42,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def trainable(part: nn.Module) -> Named:
+    """Return (name, parameter) of a part's parameters that are not frozen."""
+    return [(name, parameter) for name, parameter in part.named_parameters() if parameter.requires_grad]
+
+
 def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
     """Let autograd convert the gradients of 16-bit parameters to fp32 before it adds them up."""
     for parameter in parameters:
-        if parameter.dtype != torch.float32:
+        if parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.grad_dtype = torch.float32
 
 
@@ -61,8 +66,12 @@ class SingleProcess:
         accumulate_in_fp32(part.parameters())
 
     def named_parameters(self) -> Named:
-        """Return (name, parameter) as the optimizer and checkpoints use them."""
-        return list(self.part.named_parameters())
+        """Return (name, parameter) of trainable parameters as the optimizer and checkpoints use them."""
+        return trainable(self.part)
+
+    def frozen_parameters(self) -> Named:
+        """Return (name, parameter) of the others."""
+        return [(name, parameter) for name, parameter in self.part.named_parameters() if not parameter.requires_grad]
 
     def zero_grad(self) -> None:
         """Reset all gradients to None."""
@@ -111,7 +120,8 @@ class Replicated(SingleProcess):
         super().__init__(part)
         self._reduce_dtype = reduce_dtype
         self._group = mesh.get_group() if mesh is not None else None
-        self._buckets = _buckets(reversed(list(part.parameters())))  # the backward pass begins with the last layers
+        backwards = reversed(trainable(part))  # the backward pass begins with the last layers
+        self._buckets = _buckets(parameter for _, parameter in backwards)
         self._order = order
         self._sums = [sums() for _ in self._buckets] if sums is not None else []
         self._is_last = False
@@ -187,8 +197,8 @@ class ShardedOptimizer(Replicated):
                  order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part, mesh, reduce_dtype=reduce_dtype, order=order, sums=sums)
         self.mesh = mesh
-        self._rows = [(name, nn.Parameter(_shard_rows(parameter.detach(), mesh))) for name, parameter in
-                      part.named_parameters()]
+        self._whole = trainable(part)
+        self._rows = [(name, nn.Parameter(_shard_rows(parameter.detach(), mesh))) for name, parameter in self._whole]
         accumulate_in_fp32(rows for _, rows in self._rows)
 
     def named_parameters(self) -> Named:
@@ -201,7 +211,7 @@ class ShardedOptimizer(Replicated):
 
     def finish(self) -> None:
         super().finish()
-        for (_, rows), parameter in zip(self._rows, self.part.parameters()):
+        for (_, rows), (_, parameter) in zip(self._rows, self._whole):
             assert isinstance(rows, DTensor)
             rows.grad = _rows(_gradient(parameter), self.mesh, rows.device_mesh, rows.placements)
 

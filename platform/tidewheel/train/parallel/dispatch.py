@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo  # unlike `torch.compiler.disable`, it imports the compiler when it is needed
 
 from tidewheel.models.moe.experts import Experts
 
@@ -33,7 +34,7 @@ class AllToAll:
     def __init__(self, group: Any, size: int, *, apart: bool = False) -> None:
         self._group, self._size, self._apart = group, size, apart
 
-    @torch.compiler.disable  # the number of rows is known when it runs; the rest of a block is compiled
+    @_disable_dynamo  # the number of rows is known when it runs; the rest of a block is compiled
     def __call__(self, experts: Experts, rows_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all experts for this rank's rows, [R, D].
 

@@ -125,6 +125,8 @@ class FullyShard(SingleProcess):
         self.part._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         for unit in self._units:
             group = unit.group
+            if not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
+                continue  # frozen
             if group._orig_dtype == torch.float32 and not (unit.is_end and group.mp_policy.param_dtype is not None):
                 continue
             unit.fsdp.unshard()  # makes the gathered parameters, which FSDP2 uses from now on, and sets dtypes
@@ -183,7 +185,8 @@ def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, res
     if part.embedding is not None and not tied:
         first = [_Unit((part.embedding,), is_end=True)]
         fully_shard(part.embedding, reshard_after_forward=reshard_after_forward, **settings)
-        part.embedding.set_unshard_in_backward(False)  # type: ignore[operator]
+        if not any(True for _ in part.embedding.children()):  # the backward pass of an adapter reads it
+            part.embedding.set_unshard_in_backward(False)  # type: ignore[operator]
     if part.norm is not None and part.output is not None:
         last = [_Unit((part.norm, part.output), is_end=True)]
         fully_shard([part.norm, part.output], reshard_after_forward=False, **settings)

@@ -70,7 +70,7 @@ def reason_against(config: TrainConfig) -> str | None:
     """Return why a configuration is illegal, or None. `check_data` and `check_world` check what is known later."""
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
     return (objective.reason_against(config.objective, mesh) or _zero_bubble(config) or _kernels(config)
-            or _fp8(config) or _async_tensor(config) or _lengths(config) or _workers(config)
+            or _fp8(config) or _async_tensor(config) or _lengths(config) or _adapter(config) or _workers(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
@@ -128,6 +128,32 @@ def _fp8(config: TrainConfig) -> str | None:
         if value != legal:
             return (f"fp8.all_gather has not been compared with one process in a layout with {name} {value}; {last}: "
                     f"{name} {str(legal).lower()}, or fp8.all_gather false")
+    return None
+
+
+def _adapter(config: TrainConfig) -> str | None:
+    """Return why an adapter cannot be trained, or None."""
+    adapter, last = config.adapter, "nearest legal choice"
+    if adapter is None:
+        return None
+    for name in objective.DIMENSIONS:
+        if name not in adapter.WORKS_WITH and getattr(config.parallel, name) > 1:
+            return (f"the adapter {name_of(type(adapter))} does not work with parallel.{name} "
+                    f"{getattr(config.parallel, name)}; {last}: parallel.{name} 1")
+    if config.model.fused_products:
+        return f"model.fused_products computes products without the adapters of their layers; {last}: false"
+    if config.parallel.async_tensor:
+        return f"parallel.async_tensor computes products without the adapters of their layers; {last}: false"
+    if config.memory.activation_checkpointing == "selective" and config.memory.keep_products:
+        return (f"memory.keep_products numbers the products of a block, to which an adapter adds its own; {last}: "
+                "activation_checkpointing full")
+    if adapter.base == "plain":
+        return None
+    if config.parallel.tensor > 1:
+        return (f"adapter.base {adapter.base} cannot be sharded by parallel.tensor {config.parallel.tensor}, because "
+                f"its blocks of entries would be cut; {last}: parallel.tensor 1 with data zero3")
+    if config.precision == "fp8":
+        return f"adapter.base {adapter.base} has no fp8 products; {last}: precision bf16"
     return None
 
 

@@ -1,50 +1,31 @@
-"""This rank's part of the model, sharded and compiled."""
+"""This rank's part of the model: a step's passes over it, its parameters and who holds them."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tidewheel.errors import ConfigError
-from tidewheel.models.decoder import Decoder
+from tidewheel.models.adapter import Adapter
+from tidewheel.models.adapting.attach import is_constant
 from tidewheel.models.family import Model
-from tidewheel.train import fp8, memory, objectives
-from tidewheel.train.compile import compile_blocks
-from tidewheel.train.config import TrainConfig
+from tidewheel.train import objectives
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
-from tidewheel.train.parallel import async_tensor, expert, legal, tensor
-from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel.context import RowShare
-from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks, local
+from tidewheel.train.parallel.data_parallel import SingleProcess
 from tidewheel.train.parallel.expert_load import ExpertLoad
-from tidewheel.train.parallel.fully_shard import FullyShard
-from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
-from tidewheel.train.parallel.pipeline import Pipeline, cut
-from tidewheel.train.parallel.stages import stages
-from tidewheel.train.precision import REDUCED, sharded_precision
-from tidewheel.train.reproducible.exchange import Group, OrderedSum
+from tidewheel.train.parallel.mesh import DIMS, Mesh, dimensions
+from tidewheel.train.parallel.pipeline import Pipeline
 from tidewheel.train.reproducible.gradient_order import GradientOrder
-from tidewheel.train.runtime import Runtime
 
 if TYPE_CHECKING:
     from tidewheel.train.step import MicroBatch
-
-__all__ = ["KEEP_PARAMETERS", "ParallelModel", "build", "local", "parallelize"]
-
-HEAD_WEIGHT = "output.weight"
-"""Name of the matrix that an objective's head replaces."""
-KEEP_PARAMETERS = 100_000_000
-"""Below this number of parameters, `data: auto` is zero2 and `reduce: auto` is step, which communicate least."""
 
 
 class ParallelModel:
@@ -60,14 +41,16 @@ class ParallelModel:
         pipeline: whose stages the parts are; None: the decoder is whole.
         order: of reproducible mode.
         objective: default: next-token cross-entropy.
+        adapter: whose parameters alone are trained; None: all are.
         rows: the part of each row that this rank computes; default: all of it.
     """
 
     def __init__(self, parts: Sequence[nn.Module], data: Sequence[SingleProcess], mesh: Mesh, config: Model,
                  vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None,
                  order: GradientOrder | None = None, objective: Objective | None = None,
-                 rows: RowShare | None = None) -> None:
+                 rows: RowShare | None = None, adapter: Adapter | None = None) -> None:
         self.pipeline = pipeline
+        self.adapter = adapter
         self.order = order
         self.objective = objective or objectives.KIND.build(objectives.DEFAULT)
         self.share = MicroBatchShare(mesh.data_rank, mesh.data_size) if order is None else order.share
@@ -84,9 +67,20 @@ class ParallelModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name in a `Decoder`, tensor or DTensor): what the optimizer updates and a checkpoint holds."""
         for data in self.data:
-            for name, parameter in data.named_parameters():
-                if self.pipeline is None or self.pipeline.owns(name):
-                    yield name, parameter
+            yield from self._owned(data.named_parameters())
+
+    def frozen_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, tensor or DTensor) of the parameters that are not trained: those of an adapter's base."""
+        for data in self.data:
+            yield from self._owned(data.frozen_parameters())
+
+    def constants(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are not trained but belong to a checkpoint; see `Adapter.CONSTANT`."""
+        return {name: parameter for name, parameter in self.frozen_parameters()
+                if self.adapter is not None and is_constant(name, self.adapter)}
+
+    def _owned(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, parameter) for name, parameter in named if self.pipeline is None or self.pipeline.owns(name))
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in a `Decoder`, whole tensor) of what a checkpoint holds besides parameters."""
@@ -224,149 +218,3 @@ class ParallelModel:
         """Free the parameters that an evaluation has gathered."""
         for data in self.data:
             data.reshard()
-
-
-def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> ParallelModel:
-    """Build this rank's part of the model with uninitialised parameters. All ranks must call it together.
-
-    Args:
-        config: of the run.
-        vocabulary_size: rows of the embedding.
-        runtime: this rank, the world size and the device.
-
-    Raises:
-        ConfigError: the layout does not fit the world size, the model or the device.
-    """
-    legal.check_world(config, runtime.world_size)
-    parallel = config.parallel
-    mesh = Mesh.build(parallel, runtime)
-    device = torch.device(runtime.device)
-    if parallel.async_tensor:
-        async_tensor.check(mesh.group("tensor"), device, runtime.node)
-    with torch.device("meta"):
-        whole = _decoder(config, vocabulary_size)
-    if config.parameters == "bf16":
-        whole.to(torch.bfloat16)
-    num_parameters = sum(parameter.numel() for parameter in whole.parameters())
-    order = None
-    if config.reproducible:
-        order = GradientOrder.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, num_parameters))
-    windows = tuple(config.model.window(layer) for layer in range(config.model.num_layers))
-    rows = RowShare(mesh.coordinate("context"), parallel.context, parallel, windows)
-    if parallel.pipeline == 1:
-        data = parallelize(whole, config, mesh, device, num_parameters, order)
-        return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, num_parameters, order=order,
-                             objective=config.objective, rows=rows)
-    all_stages = stages(config.model.num_layers, parallel.pipeline, parallel.pipeline_schedule,
-                        parallel.stages_per_rank)
-    parts = [cut(copy.deepcopy(whole), stage) for stage in all_stages if stage.rank == mesh.coordinate("pipeline")]
-    parallelized = [parallelize(part, config, mesh, device, num_parameters, order) for part in parts]
-    pipeline = Pipeline(parts, all_stages, parallel.pipeline_schedule, group=mesh.group("pipeline"), device=device,
-                        sequence_parts=parallel.tensor, dtype=whole.weight.dtype, objective=config.objective)
-    return ParallelModel(parts, parallelized, mesh, config.model, vocabulary_size, num_parameters, pipeline, order,
-                         config.objective, rows)
-
-
-def _decoder(config: TrainConfig, vocabulary_size: int) -> Decoder:
-    """Return the decoder, with the objective's head in the place of the output matrix if it has one."""
-    head = config.objective.HEAD
-    if not head:
-        return Decoder(config.model, vocabulary_size, config.objective.token_loss())
-    model = config.model.model_copy(update={"tie_embeddings": False})  # the head has weights of its own
-    whole = Decoder(model, vocabulary_size, config.objective.token_loss())
-    whole.output = nn.Linear(model.dim, head, bias=False)
-    return whole
-
-
-def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,
-                order: GradientOrder | None = None) -> SingleProcess:
-    """Apply parallelism, activation checkpointing and compilation to one part of the model, and allocate it.
-
-    Args:
-        part: a decoder or a pipeline stage, on the meta device.
-        config: of the run.
-        mesh: the ranks.
-        device: that computes.
-        num_parameters: of the whole model.
-        order: of reproducible mode.
-
-    Returns:
-        The data parallelism of the part.
-
-    Raises:
-        ConfigError: `parallel.offload` is set, and nothing is sharded; or the model family's layers cannot be sharded.
-    """
-    # The order matters, as in torchtitan. Tensor and context parallelism change layers. Activation checkpointing and
-    # compilation wrap the result. Data parallelism comes last and sees only parameters.
-    parallel = config.parallel
-    shards = mesh.shard_mesh() if parallel.fully_sharded else None
-    if config.precision == "fp8":
-        fp8.convert_linears(part, config.fp8, sharded=shards is not None, tensor=mesh.size("tensor"))
-    if (ranks := mesh.of("tensor")) is not None:
-        tensor.apply(part, ranks, asynchronous=parallel.async_tensor)
-    expert.apply(part, mesh, reproducible=order is not None)
-    if (ranks := mesh.of("context")) is not None:
-        context_parallel.apply(part, ranks, parallel)
-    memory.apply(part, config.memory)
-    if config.compile:
-        compile_blocks(blocks(part))
-    if shards is not None:
-        return _fully_sharded(part, config, mesh, shards, device, num_parameters, order)
-    if parallel.offload:
-        raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",
-                          where="parallel.offload", fix="leave it out, or start more workers")
-    part.to_empty(device=device)
-    group = mesh.of(*GRADIENTS)
-    ordered: dict[str, Any] = {}
-    if order is not None:
-        replicas = Group.replicas(mesh)
-        ordered = {"order": order, "sums": lambda: OrderedSum(order, replicas)}
-    if group is None:
-        return Replicated(part, None, **ordered) if ordered else SingleProcess(part)
-    kind = ShardedOptimizer if parallel.data == "zero1" else Replicated
-    return kind(part, group, reduce_dtype=REDUCED[parallel.reduce_dtype], **ordered)
-
-
-def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: DeviceMesh, device: torch.device,
-                   num_parameters: int, order: GradientOrder | None) -> FullyShard:
-    parallel = config.parallel
-    ordered: dict[str, Any] = {}
-    precision = sharded_precision(config.precision, device, REDUCED[parallel.reduce_dtype])
-    if order is not None:
-        near = Group.shards(mesh)
-        far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
-        ordered = {"order": order, "sums": lambda: OrderedSum(order, near, far)}
-        inner = mesh.of("shard", "context")
-        assert inner is not None
-        shards = inner  # `far` sums over replicas
-        # a single rank runs without FSDP2, which would round the weights of norms to 16 bits
-        precision = dataclasses.replace(precision, param_dtype=None)
-    if mesh.expert > 1:
-        ordered["experts"] = expert.ShardedExperts.of(mesh, order)
-    data = FullyShard(
-        part, shards, reshard_after_forward=parallel.data == "zero3" or (
-            parallel.data == "auto" and _large(config, num_parameters)),
-        reduce_always=reduces_always(config, mesh, num_parameters), offload=parallel.offload, precision=precision,
-        **ordered)
-    part.to_empty(device="cpu" if parallel.offload else device)
-    return data
-
-
-def _large(config: TrainConfig, num_parameters: int) -> bool:
-    # in a pipeline, parameters would be gathered and gradients sharded again for every micro-batch
-    return num_parameters > KEEP_PARAMETERS and config.parallel.pipeline == 1
-
-
-def reduces_always(config: TrainConfig, mesh: Mesh, num_parameters: int) -> bool:
-    """Return whether gradients are reduced after every micro-batch, not once per step.
-
-    Args:
-        config: of the run.
-        mesh: the ranks.
-        num_parameters: of the whole model.
-    """
-    reduce = config.parallel.reduce
-    if config.parallel.reduce_dtype == "bf16" and config.parallel.replicate > 1:
-        return False  # FSDP2 would add up micro-batches in bf16 before the all-reduce over replicas
-    return (config.parallel.fully_sharded and mesh.size("shard", "context") > 1
-            and (reduce == "micro_batch" or (reduce == "auto" and _large(config, num_parameters))))

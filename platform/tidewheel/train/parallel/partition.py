@@ -143,8 +143,8 @@ def imbalance(costs: np.ndarray, divided: np.ndarray) -> float:
     return float(shares.max() / shares.mean())
 
 
-def sees(queries: np.ndarray, keys: np.ndarray, starts: np.ndarray, window: int | None) -> bool:
-    """Return whether any query sees any key.
+def pairs(queries: np.ndarray, keys: np.ndarray, starts: np.ndarray, window: int | None) -> int:
+    """Return the number of pairs of a query and a key that it sees.
 
     Args:
         queries: their positions in each row, int64 [B, Q].
@@ -155,7 +155,7 @@ def sees(queries: np.ndarray, keys: np.ndarray, starts: np.ndarray, window: int 
     lowest = np.take_along_axis(starts, queries, axis=1)
     if window is not None:
         lowest = np.maximum(lowest, queries - window + 1)
-    return any(np.any(np.searchsorted(of_keys, first) < np.searchsorted(of_keys, of_queries, side="right"))
+    return sum(int((np.searchsorted(of_keys, of_queries, side="right") - np.searchsorted(of_keys, first)).clip(0).sum())
                for first, of_queries, of_keys in zip(lowest, queries, keys))
 
 
@@ -169,6 +169,6 @@ def hops(divided: np.ndarray, starts: np.ndarray, window: int | None) -> int:
     """
     size = len(divided)
     for count in range(size, 1, -1):
-        if any(sees(divided[rank], divided[(rank - count + 1) % size], starts, window) for rank in range(size)):
+        if any(pairs(divided[rank], divided[(rank - count + 1) % size], starts, window) for rank in range(size)):
             return count
     return 1

@@ -299,6 +299,8 @@ class TiedEmbedding:
     def return_gradient(self) -> None:
         """Add the copy's gradient to the embedding's."""
         embedding, copy = self._embedding(), self._copy()
+        if not any(parameter.requires_grad for parameter in (embedding, copy) if parameter is not None):
+            return
         gradient = self._pass(None if copy is None else copy.grad, None if embedding is None else embedding.grad,
                               self.stages[-1].rank, self.stages[0].rank)
         if embedding is not None and gradient is not None:

@@ -64,7 +64,7 @@ class ColumnProducts(Products):
             if self.fused:
                 weight, bias = side_by_side(layers, dtype)
                 return split(F.linear(gathered, weight, bias), layers)
-            return [F.linear(gathered, local(layer.weight), _local_bias(layer)) for layer in layers]
+            return [self._product(gathered, layer) for layer in layers]
         if self.fused:
             weight, bias = side_by_side(layers, dtype)
             (out,) = _GatherProducts.apply(x_BLD.to(dtype), self.group, weight)
@@ -73,6 +73,15 @@ class ColumnProducts(Products):
         outputs = _GatherProducts.apply(x_BLD.to(dtype), self.group, *weights)
         biases = [_local_bias(layer) for layer in layers]
         return [out if bias is None else out + bias.to(dtype) for out, bias in zip(outputs, biases)]
+
+    @staticmethod
+    def _product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        """Return this rank's part of a layer's output, through its adapter if it has one."""
+        def base(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, local(layer.weight), _local_bias(layer))
+
+        adapter: Any = getattr(layer, "adapter", None)
+        return base(x) if adapter is None else adapter(layer, base, x)
 
 
 class AsynchronousRows(ParallelStyle):

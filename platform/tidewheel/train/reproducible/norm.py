@@ -9,8 +9,9 @@ place are small integers, whose sums are exact in fp64. A rank's result is `PLAC
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,6 +21,9 @@ TOP = 312
 """The sum of squares of a row is less than 2^TOP. An fp32 square is less than 2^256."""
 PLACES = 26
 """Number of pieces from 2^TOP down to 2^-312. The smallest square of an fp32 number is 2^-298."""
+CACHED = 1 << 18
+"""Elements whose squares a CPU adds up at a time, 2 MiB in fp64: fewer cost more calls, more do not stay in its cache
+(6.6 million elements in 13 ms, 25 ms all at once, 25 ms in parts of 1 << 16)."""
 FOLD = 8
 """Number of pieces into which a row is split; they are added element-wise, and the result is split again."""
 
@@ -30,17 +34,37 @@ def row_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: fp32, bf16 or fp16, of one or more dimensions and any number of rows.
     """
-    sums: list[torch.Tensor | None] = [None] * len(tensors)
-    by_width: dict[int, list[int]] = defaultdict(list)
-    matrices = [_rows(tensor) for tensor in tensors if tensor.numel()]
-    for index, matrix in enumerate(matrices):
-        by_width[matrix.shape[1]].append(index)
-    for indices in by_width.values():
-        for index, matrix_sums in zip(indices, _folded([matrices[index] for index in indices])):
-            sums[index] = matrix_sums
+    sums: list[list[torch.Tensor]] = [[] for _ in tensors]
+    by_width: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            matrix = _rows(tensor)
+            by_width[matrix.shape[1]].append((index, matrix))
+    for numbered in by_width.values():
+        for batch in _batches(numbered):
+            for (index, _), of_rows in zip(batch, _folded([matrix for _, matrix in batch])):
+                sums[index].append(of_rows)
     device = tensors[0].device if tensors else None
-    return torch.cat([matrix_sums for matrix_sums in sums if matrix_sums is not None]
+    return torch.cat([of_rows for parts in sums for of_rows in parts]
                      or [torch.zeros(0, dtype=torch.float64, device=device)])
+
+
+def _batches(numbered: Sequence[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Yield numbered matrices of one width, to be computed together: on a CPU, rows that fit into its cache."""
+    if numbered[0][1].is_cuda:  # a kernel each costs more than memory does
+        yield list(numbered)
+        return
+    batch: list[tuple[int, torch.Tensor]] = []
+    room = CACHED
+    for index, matrix in numbered:
+        for part in matrix.split(max(1, CACHED // matrix.shape[1])):
+            if batch and part.numel() > room:
+                yield batch
+                batch = []
+                room = CACHED
+            batch.append((index, part))
+            room -= part.numel()
+    yield batch
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,11 +97,18 @@ def pieces(sums: torch.Tensor) -> torch.Tensor:
     """
     result = []
     rest = sums
+    skips = len(sums) > 0 and not sums.is_cuda  # on a GPU the host would wait for it
+    largest = float(sums.max()) if skips else math.inf
     for digit in range(PLACES):
         unit = 2.0 ** (TOP - BITS * (digit + 1))
+        if largest < unit:
+            result.append(sums.new_zeros(()))
+            continue
         whole = torch.floor(rest * (1 / unit))
         rest = rest - whole * unit  # exact, because it removes the leading bits
         result.append(whole.sum())
+        if skips:
+            largest = float(rest.max())
     return torch.stack(result)
 
 

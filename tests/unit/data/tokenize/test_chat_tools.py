@@ -224,11 +224,11 @@ def test_a_template_file_beside_the_tokenizer_overrides_its_configuration(tmp_pa
         return json.loads(chat_template(build(PipelineConfig, recipe), str(tmp_path)))
 
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/tokenizer_config.json").write_text('{"chat_template": "old", "bos_token": "<s>"}')
-    assert found() == {"template": "old", "tokens": {"bos_token": "<s>"}}
-    (tmp_path / "model/chat_template.jinja").write_text("new")
-    assert found() == {"template": "new", "tokens": {"bos_token": "<s>"}}
-    (tmp_path / "own.jinja").write_text("own {{ strftime_now('%Y') }}")
+    (tmp_path / "model/tokenizer_config.json").write_text('{"chat_template": "old {{ messages }}", "bos_token": "<s>"}')
+    assert found() == {"template": "old {{ messages }}", "tokens": {"bos_token": "<s>"}}
+    (tmp_path / "model/chat_template.jinja").write_text("new {{ messages }}")
+    assert found() == {"template": "new {{ messages }}", "tokens": {"bos_token": "<s>"}}
+    (tmp_path / "own.jinja").write_text("{{ messages }} {{ strftime_now('%Y') }}")
     assert found(chat_template="own.jinja", template_date="2026-07-01")["date"] == "2026-07-01T00:00:00"
     with pytest.raises(ConfigError, match="without a time zone"):
         found(template_date="2026-07-01T00:00:00Z")

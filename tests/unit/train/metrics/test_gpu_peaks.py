@@ -52,7 +52,8 @@ def test_plans_and_metrics_have_the_same_peaks():
     assert {name: gpu.peak for name, gpu in GPUS.items()} == {
         "h100": peak_of_device("NVIDIA H100 80GB HBM3"), "h200": peak_of_device("NVIDIA H200"),
         "a100": peak_of_device("NVIDIA A100-SXM4-80GB"), "b200": peak_of_device("NVIDIA B200"),
-        "l40s": peak_of_device("NVIDIA L40S")}
+        "l40s": peak_of_device("NVIDIA L40S"), "h800": peak_of_device("NVIDIA H800"),
+        "rtx3090": peak_of_device("NVIDIA GeForce RTX 3090"), "rtx4090": peak_of_device("NVIDIA GeForce RTX 4090")}
 
 
 def test_mfu_of_known_numbers():

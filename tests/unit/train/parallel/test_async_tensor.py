@@ -32,8 +32,7 @@ from tidewheel.models.family import FeedForwardShape, Model
 from tidewheel.train import parallel
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.parallel import async_tensor
-from tidewheel.train.parallel import model as model_module
+from tidewheel.train.parallel import async_tensor, building
 from tidewheel.train.runtime import Runtime
 from tidewheel.versions import Version
 
@@ -151,7 +150,7 @@ def compiled_once() -> None:
     torch._dynamo.reset()
     counters.clear()
     _, expected = train(config({"tensor": 2}), 2, 2)
-    with mock.patch.object(model_module, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
+    with mock.patch.object(building, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
         _, results = train(config({"tensor": 2, "async_tensor": True}, compile=True), 2, 2)
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])

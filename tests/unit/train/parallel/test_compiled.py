@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from tests.ranks import on_ranks
 from tests.unit.train.parallel.layouts import config, train
 from tidewheel.train.compile import compile_blocks
-from tidewheel.train.parallel import model as model_module
+from tidewheel.train.parallel import building
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"data": "zero3"}, {"tensor": 2}, *({"context": 2, "context_method": method}
@@ -36,7 +36,7 @@ def test_blocks_whose_experts_are_shared_are_compiled_in_two_graphs():
 def _shared_experts() -> None:
     _, expected = train(config({}, model=EXPERTS), 1, STEPS)
     counters.clear()
-    with mock.patch.object(model_module, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
+    with mock.patch.object(building, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
         _, results = train(config({"data": "zero3", "expert": 2}, model=EXPERTS, compile=True), 2, STEPS)
     assert all("AllToAll.__call__" in reason for reason in counters["graph_break"]), dict(counters["graph_break"])
     assert counters["aot_autograd"]["ok"] == counters["aot_autograd"]["total"] > 1
@@ -54,7 +54,7 @@ def _every_layout() -> None:
     for layout in LAYOUTS:
         torch._dynamo.reset()
         counters.clear()
-        with mock.patch.object(model_module, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
+        with mock.patch.object(building, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager")):
             _, results = train(config(layout, compile=True), dist.get_world_size(), STEPS)
         assert not counters["graph_break"], f"{layout}: {dict(counters['graph_break'])}"
         assert counters["stats"]["unique_graphs"] == 1, f"{layout}: compiled again: {dict(counters['stats'])}"

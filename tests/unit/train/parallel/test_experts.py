@@ -10,7 +10,9 @@ from tests.every import every
 from tests.ranks import on_ranks
 from tests.unit.train.parallel.layouts import LENGTH, ROWS, assert_same_training, config, micro_batches, train
 from tidewheel.models.moe.router import Router
+from tidewheel.plan.activations import product_names as planned_names
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.memory.activations import product_names
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.step import StepResult
 
@@ -38,7 +40,17 @@ def one_process(**changes: Any) -> tuple[ParallelModel, list[StepResult]]:
     return train(config({}, **changes), 1, 2)
 
 
-@every([{"activation_checkpointing": kind} for kind in ("full", "selective", "feed_forward", "attention", "every_nth")])
+def test_products_of_experts_are_known_to_selective_checkpointing():
+    model = config({}, model=MODEL).model
+    assert product_names(model) == tuple(planned_names(model))
+    assert product_names(model)[-3:] == ("ffn.experts.w1", "ffn.experts.w3", "ffn.experts.w2")
+
+
+KINDS = ("full", "selective", "feed_forward", "attention", "every_nth")
+
+
+@every([*({"activation_checkpointing": kind} for kind in KINDS),
+        {"activation_checkpointing": "selective", "keep_products": ["experts.w2", "wo"]}])
 def test_counts_do_not_depend_on_activation_checkpointing(memory: dict[str, Any]) -> None:
     model = {**MODEL, "balancing": "auxiliary"}
     _, expected = one_process(model=model)

@@ -10,9 +10,9 @@ from tidewheel.models.families import Llama
 from tidewheel.models.families.mixtral import Mixtral
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
+from tidewheel.train.parallel.building import reduces_always
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.mesh import Mesh, mesh_sizes
-from tidewheel.train.parallel.model import reduces_always
 
 MIXTURE = ("model.kind=mixtral", "model.num_experts=8")
 MODEL = Llama(dim=64, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=192)

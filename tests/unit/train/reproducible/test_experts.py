@@ -21,6 +21,7 @@ FEW = {"global_sequences": 8, "micro_sequences": 1, "virtual_ranks": 4}
 FP32 = {"model": MODEL, "batch": FEW}
 BF16 = {**FP32, "precision": "bf16", "memory": {"activation_checkpointing": "full"}}
 STEP, STREAM = {"data": "zero3", "reduce": "step"}, {"data": "zero3", "reduce": "micro_batch"}
+LONGER = {**FP32, "batch": {**FEW, "micro_sequences": 2}}
 CASES = [
     Case(1, "fp32", {}, FP32), Case(2, "fp32", {**STEP, "expert": 2}, FP32),
     Case(4, "fp32", {**STEP, "expert": 2}, FP32), Case(4, "fp32", {**STREAM, "expert": 4}, FP32),
@@ -30,7 +31,12 @@ MORE = [
     *(Case(4, "fp32", {**layout, "expert": 2, "replicate": 2}, FP32) for layout in (STEP, STREAM)),
     Case(4, "fp32", {**STREAM, "expert": 2}, FP32), Case(4, "fp32", {**STEP, "expert": 4}, FP32),
     Case(4, "fp32", STREAM, FP32), CASES[4], Case(2, "bf16", {**STREAM, "expert": 2}, BF16),
-    *(Case(4, "bf16", {**STEP, "expert": expert}, BF16) for expert in (1, 2, 4))]
+    *(Case(4, "bf16", {**STEP, "expert": expert}, BF16) for expert in (1, 2, 4)),
+    *(Case(ranks, kind, {**STEP, "expert": ranks}, {**FP32, "model": {**MODEL, "kind": kind, **changes}})
+      for kind, changes in (("gpt_oss", {}), ("deepseek_v3", {"shared_experts": 1})) for ranks in (1, 2, 4)),
+    Case(2, "tensor", {"tensor": 2}, LONGER), Case(4, "tensor", {"tensor": 2, "expert": 2, **STEP}, LONGER),
+    Case(2, "context", {"context": 2, **STEP}, LONGER), Case(2, "context", {"context": 2, "expert": 2, **STEP}, LONGER),
+    *(Case(4, "context", {"context": 2, "expert": expert, **STREAM}, LONGER) for expert in (2, 4))]
 
 
 def train_all(cases: list[Case], folder: str) -> None:

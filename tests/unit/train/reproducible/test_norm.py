@@ -40,6 +40,14 @@ def test_stacked_matrices_may_be_split_by_matrix_or_by_rows(seed, ranks, dim):
     assert torch.equal(norm.value(norm.pieces(parts)), norm.value(norm.pieces(norm.row_squares([whole]))))
 
 
+@pytest.mark.parametrize("cached", [1, 40, 512])
+def test_rows_are_added_up_alike_however_many_at_a_time(cached, monkeypatch):
+    whole = tensors(3)
+    expected = norm.row_squares(whole)
+    monkeypatch.setattr(norm, "CACHED", cached)
+    assert torch.equal(norm.row_squares(whole), expected)
+
+
 @given(st.integers(0, 10**6))
 def test_the_norm_equals_the_exact_sum_of_squares(seed):
     whole = tensors(seed)

@@ -9,7 +9,7 @@ from tidewheel.models.moe.config import MixtureOfExperts
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutedRows:
     """How tokens reach experts."""
 
     experts: int
@@ -18,9 +18,9 @@ class Routing:
     """Rows that a token sends to routed experts in a block, averaged over the blocks; 0 in a dense model."""
 
 
-def routing(model: Model) -> Routing:
+def routed_rows(model: Model) -> RoutedRows:
     """Return how tokens of a model reach experts."""
     if not isinstance(model, MixtureOfExperts):
-        return Routing(1, 0.0)
+        return RoutedRows(1, 0.0)
     mixed = sum(model.has_experts(layer) for layer in range(model.num_layers))
-    return Routing(model.num_experts, model.experts_per_token * mixed / model.num_layers)
+    return RoutedRows(model.num_experts, model.experts_per_token * mixed / model.num_layers)

@@ -1,0 +1,71 @@
+"""Prompt tuning: learned embeddings before every document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from tidewheel.config import Setting
+from tidewheel.models.adapter import Adapter, Dimension, Place
+from tidewheel.versions import Version
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from tidewheel.models.adapting.peft_forms import Form
+    from tidewheel.models.decoder import Decoder
+    from tidewheel.models.family import Model
+
+
+class PromptTuning(Adapter):
+    """Learned embeddings, which pass all layers and which every document sees (https://arxiv.org/abs/2104.08691).
+
+    A row has them once, before its documents. A token sees them and its own document, so each document is computed as
+    if they stood before it. Positions of tokens begin at `tokens`.
+    """
+
+    VERSION = Version("adapter_prompt_tuning", uses=(Adapter.VERSION,))
+    PLACE: ClassVar[Place] = "embedding"
+    WORKS_WITH: ClassVar[tuple[Dimension, ...]] = ()
+
+    targets: tuple[str, ...] = Field(default=("embedding",), min_length=1)
+    """See `Adapter.targets`."""
+    tokens: int = Field(default=16, ge=1)
+    """Number of embeddings."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of their initial values."""
+
+    def build(self, name: str, module: nn.Module) -> nn.Module:
+        from tidewheel.models.adapting.prompt import Prompt
+
+        return Prompt.of(module, self.tokens)
+
+    def count(self, name: str, inputs: int, outputs: int) -> int:
+        return self.tokens * outputs
+
+    def prepare(self, model: Decoder) -> None:
+        from tidewheel.models.adapting.prompt import make_room
+
+        make_room(model, self.tokens)
+
+    def distribution(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+        return 0.0, self.init_std
+
+    def to_peft(self, config: Model, values: Mapping[str, torch.Tensor]) -> Form:
+        from tidewheel.models.adapting.peft_forms import prompt_to_peft
+
+        return prompt_to_peft(config, values)
+
+    @classmethod
+    def reads_peft(cls, settings: Mapping[str, Setting]) -> bool:
+        return bool(settings["peft_type"] == "PROMPT_TUNING")
+
+    @classmethod
+    def from_peft(cls, settings: Mapping[str, Setting], tensors: dict[str, torch.Tensor], config: Model,
+                  where: str) -> Form:
+        from tidewheel.models.adapting.peft_forms import prompt_from_peft
+
+        return prompt_from_peft(tensors, config, where)

@@ -1,0 +1,137 @@
+"""Attach adapters to a decoder and freeze everything else."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.adapter import MARK, Adapter
+from tidewheel.models.adapting import nf4
+from tidewheel.models.adapting.names import matches
+from tidewheel.models.adapting.shards import cut_of, distribute
+from tidewheel.models.blocks.embedding import Embedding
+from tidewheel.models.decoder import Decoder
+from tidewheel.parts import calling, name_of
+
+PARTS = ("attention", "ffn")
+"""The modules of a block that add to the residual stream."""
+
+
+def attach(model: Decoder, adapter: Adapter) -> None:
+    """Freeze a decoder and attach an adapter to its targets, after tensor parallelism and before compilation.
+
+    Args:
+        model: a decoder or a pipeline stage, on the meta device or with values.
+        adapter: the settings; `check` has found that all targets exist.
+
+    Raises:
+        ConfigError: the base cannot be quantised, or the adapter does not work on this model.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    chosen = targets(model, adapter)
+    if adapter.EMBEDDING and model.embedding is not None and "embedding" not in chosen and any(
+            matches(pattern, "embedding") for pattern in adapter.targets):
+        raise ConfigError("tensor parallelism shards the embedding's rows, which its adapter does not follow",
+                          where="adapter.targets", fix="leave embedding out, or set parallel.tensor: 1")
+    if adapter.base == "nf4":
+        nf4.quantize(model)
+    for name, module in chosen.items():
+        with calling(adapter):
+            added = adapter.build(name, module)
+        weight = next((parameter for parameter in module.parameters() if isinstance(parameter, DTensor)), None)
+        if weight is not None:
+            cut = cut_of(weight)
+            distribute(added, weight.device_mesh, {} if cut is None else added.CUTS.get(cut, {}))  # type: ignore
+        put(module, added)
+    adapter.prepare(model)
+
+
+def put(module: nn.Module, added: nn.Module) -> None:
+    """Let a module compute with an adapter."""
+    module.adapter = added
+    module.__class__ = _adapted(type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a module's class whose forward pass calls the module's adapter.
+
+    One class for all modules of a kind, so that compiled code is shared between blocks.
+    """
+    class Adapted(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *inputs: Any) -> Any:
+            return self.adapter(self, super().forward, *inputs)
+
+    Adapted.__name__ = Adapted.__qualname__ = kind.__name__
+    return Adapted
+
+
+def detach(module: nn.Module) -> None:
+    """Remove the adapter of one module."""
+    module.__class__ = type(module).__mro__[1]
+    del module.adapter
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield (name, module, its adapter) of all adapted modules."""
+    for name, module in model.named_modules():
+        added = vars(module)["_modules"].get("adapter")
+        if added is not None:
+            yield name, module, added
+
+
+def is_constant(name: str, adapter: Adapter) -> bool:
+    """Return whether a parameter belongs to an adapter and is not trained; see `Adapter.CONSTANT`."""
+    return MARK in name and bool(adapter.CONSTANT) and name.endswith(adapter.CONSTANT)
+
+
+def targets(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
+    """Return {name: module} of the modules that an adapter's patterns choose."""
+    return {name: module for name, module in candidates(model, adapter).items()
+            if any(matches(pattern, name) for pattern in adapter.targets)}
+
+
+def candidates(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
+    """Return {name: module} of all modules that an adapter could be attached to."""
+    found: dict[str, nn.Module] = {}
+    if (adapter.EMBEDDING or adapter.PLACE == "embedding") and isinstance(model.embedding, Embedding):
+        found["embedding"] = model.embedding
+    for index, block in model.layers() if adapter.PLACE != "embedding" else ():
+        if adapter.PLACE == "linear":
+            found |= {f"blocks.{index}.{name}": module for name, module in block.named_modules()
+                      if isinstance(module, nn.Linear)}
+            continue
+        for part in PARTS if adapter.PLACE == "output" else PARTS[:1]:
+            module = getattr(block, part, None)
+            if isinstance(module, nn.Module):
+                found[f"blocks.{index}.{part}"] = module
+    return found
+
+
+def check(model: Decoder, adapter: Adapter) -> None:
+    """Check that each pattern of an adapter matches a module.
+
+    Args:
+        model: the whole decoder.
+        adapter: the settings.
+
+    Raises:
+        ConfigError: a pattern matches nothing; the nearest names are given.
+    """
+    names = list(candidates(model, adapter))
+    patterns = [*adapter.targets, *getattr(adapter, "ranks", ()), *getattr(adapter, "alphas", ())]
+    for pattern in patterns:
+        if any(matches(pattern, name) for name in names):
+            continue
+        words = sorted({word for name in names for word in (*name.split("."), name) if not word.isdigit()})
+        near = difflib.get_close_matches(pattern, words, n=3, cutoff=0.3) or words[:6]
+        raise ConfigError(f"the target {pattern!r} matches no module that the adapter {name_of(type(adapter))} can be "
+                          f"attached to; nearest names: {', '.join(near)}", where="adapter.targets",
+                          fix="name components of module names as they are here, such as attention, wq or blocks.0")

@@ -1,0 +1,208 @@
+"""Models with an adapter in one process: attach values, merge, unmerge, and choose one of several for each row."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.adapter import MARK, Adapter
+from tidewheel.models.adapting import nf4
+from tidewheel.models.adapting.attach import adapted, attach, check, detach, put
+from tidewheel.models.adapting.nf4 import Nf4Linear
+from tidewheel.models.adapting.peft_forms import by_module
+from tidewheel.models.blocks.embedding import Embedding
+from tidewheel.models.decoder import Decoder
+from tidewheel.parts import name_of
+
+Values = Mapping[str, torch.Tensor]
+"""An adapter's parameters by their names in the whole model."""
+
+
+def add(model: Decoder, adapter: Adapter, values: Values) -> None:
+    """Attach a trained adapter to a whole model that has its values. A base in NF4 is quantised.
+
+    Args:
+        model: a decoder on one device.
+        adapter: its settings.
+        values: its parameters.
+
+    Raises:
+        ConfigError: the values are of another adapter or another model.
+    """
+    check(model, adapter)
+    weights = {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    attach(model, adapter)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Nf4Linear):
+            layer.fill(weights[name])
+    parameters = {name: parameter for name, parameter in model.named_parameters() if MARK in name}
+    if parameters.keys() != values.keys():
+        odd = sorted(parameters.keys() ^ values.keys())
+        raise ConfigError(f"{len(odd)} parameters belong only to the adapter's settings or only to its values, such as "
+                          f"{odd[0]}", where="adapter", fix="give the settings that the values were trained with")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != values[name].shape:
+                raise ConfigError(f"{name} is {list(values[name].shape)}, but {list(parameter.shape)} in this model",
+                                  where="adapter", fix="give the base and the ranks that it was trained with")
+            parameter.copy_(values[name])
+
+
+@torch.no_grad()
+def merge(model: Decoder) -> None:
+    """Put the adapters into the matrices of the layers that they adapt, and remove them.
+
+    Raises:
+        ConfigError: an adapter is more than a change of matrices, or its base is quantised.
+    """
+    for name, layer, added in list(adapted(model)):
+        layer.weight.copy_(_mergeable(name, layer, added).merged(layer.weight))  # type: ignore[union-attr, operator]
+        if getattr(layer, "bias", None) is not None and hasattr(added, "merged_bias"):
+            layer.bias.copy_(added.merged_bias(layer.bias))  # type: ignore[operator, union-attr]
+        detach(layer)
+
+
+@torch.no_grad()
+def merged(weights: dict[str, torch.Tensor], adapter: Adapter, values: Values) -> dict[str, torch.Tensor]:
+    """Return some matrices of a model with the adapter in them.
+
+    Args:
+        weights: whole parameters of the base, by name.
+        adapter: its settings.
+        values: its parameters.
+
+    Raises:
+        ConfigError: as `merge`.
+    """
+    results = dict(weights)
+    if adapter.base == "nf4":  # the matrices that it was trained with
+        results |= {name: nf4.rounded(weight).to(weight.dtype) for name, weight in weights.items()
+                    if name.startswith("blocks.") and weight.ndim == 2}
+    for name, parts in by_module(values).items():
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        layer = _layer(name, weights.get(weight))
+        added = adapter.build(name, layer) if layer is not None else None
+        added = _mergeable(name, layer, added, adapter)
+        added.to_empty(device="cpu")
+        added.load_state_dict(parts)
+        results[weight] = added.merged(results[weight]).to(weights[weight].dtype)
+        if bias in weights and hasattr(added, "merged_bias"):
+            results[bias] = added.merged_bias(weights[bias])
+    return results
+
+
+def _layer(name: str, weight: torch.Tensor | None) -> nn.Module | None:
+    """Return a module on the meta device whose matrix has the shape of `weight`."""
+    if weight is None:
+        return None
+    with torch.device("meta"):
+        if name == "embedding":
+            return Embedding(*weight.shape)
+        return nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+
+
+@torch.no_grad()
+def unmerge(model: Decoder, adapter: Adapter, values: Values) -> None:
+    """Take an adapter out of the matrices that `merge` has put it into, and attach it. Matrices are rounded twice.
+
+    Args:
+        model: with merged matrices.
+        adapter: its settings.
+        values: its parameters.
+
+    Raises:
+        ConfigError: the adapter cannot be taken out: DoRA has forgotten the lengths of the rows.
+    """
+    add(model, adapter, values)
+    for name, layer, added in adapted(model):
+        known = _mergeable(name, layer, added)
+        if not known.CAN_UNMERGE:
+            raise ConfigError(f"{name}: the base cannot be computed from the merged matrix", where="adapter",
+                              fix="load the base's own checkpoint")
+        layer.weight.copy_(known.unmerged(layer.weight))  # type: ignore[union-attr, operator]
+
+
+def _mergeable(name: str, layer: nn.Module | None, added: Any, adapter: Adapter | None = None) -> Any:
+    if not hasattr(added, "merged") or isinstance(layer, Nf4Linear):
+        kind = type(added).__name__ if adapter is None else name_of(type(adapter))
+        what = "a base in 4 bits" if isinstance(layer, Nf4Linear) else f"the adapter {kind}"
+        raise ConfigError(f"{name}: {what} cannot be merged into a matrix", where="adapter",
+                          fix="export the adapter alone, or use a kind that changes matrices and adapter.base: plain")
+    return added
+
+
+class Several(nn.Module):
+    """Several adapters of one module; each row of a batch is computed with its own.
+
+    Args:
+        members: by name.
+    """
+
+    def __init__(self, members: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleDict(dict(members))
+        self.rows: Sequence[str] = ()
+
+    def forward(self, layer: nn.Module, base: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        """Return the module's output, with each row's adapter; see `LowRank.forward`."""
+        if len(set(self.rows)) == 1:
+            return self._of(self.rows[0], layer, base, x, *others)
+        whole = None
+        for name in dict.fromkeys(self.rows):
+            indices = torch.tensor([row for row, chosen in enumerate(self.rows) if chosen == name], device=x.device)
+            part = self._of(name, layer, base, x[indices], *others)
+            whole = part.new_empty(len(x), *part.shape[1:]) if whole is None else whole
+            whole = whole.index_copy(0, indices, part)
+        assert whole is not None
+        return whole
+
+    def _of(self, name: str, layer: nn.Module, base: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        return self.members[name](layer, base, x, *others) if name in self.members else base(x, *others)
+
+
+def add_several(model: Decoder, adapters: Mapping[str, tuple[Adapter, Values]]) -> None:
+    """Attach several adapters of linear layers to one model. `rows` chooses among them.
+
+    Args:
+        model: a decoder on one device.
+        adapters: settings and parameters by name.
+
+    Raises:
+        ConfigError: an adapter is of whole parts of a block, or does not fit the model.
+    """
+    members: dict[str, dict[str, nn.Module]] = {}
+    for name, (adapter, values) in adapters.items():
+        if adapter.PLACE != "linear" or adapter.base != "plain":
+            raise ConfigError(f"{name}: only adapters of linear layers of a plain base can be chosen by row, not "
+                              f"{name_of(type(adapter))} of a base in {adapter.base}", where="adapter",
+                              fix="merge it into a model of its own")
+        add(model, adapter, values)
+        for module_name, module, added in list(adapted(model)):
+            members.setdefault(module_name, {})[name] = added
+            detach(module)
+    for module_name, of_module in members.items():
+        module = model.get_submodule(module_name)
+        put(module, Several(of_module))
+
+
+@contextlib.contextmanager
+def rows(model: Decoder, names: Sequence[str]) -> Iterator[None]:
+    """Compute each row of a batch with the adapter of this name, inside the block; "" is the base alone.
+
+    Args:
+        model: from `add_several`.
+        names: for each row of the batches that the model is given.
+    """
+    chosen = [added for _, _, added in adapted(model) if isinstance(added, Several)]
+    for several in chosen:
+        several.rows = names
+    try:
+        yield
+    finally:
+        for several in chosen:
+            several.rows = ()

@@ -1,0 +1,154 @@
+"""Runs that train an adapter: what their checkpoints hold, how they resume, and what is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.train.helpers import Replaced, Script, config, write_shards
+from tidewheel import storage
+from tidewheel.checkpoint import adapter_files, conversion
+from tidewheel.checkpoint.adapters import base_of
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
+from tidewheel.checkpoint.verify import locate
+from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.inference.evaluate import Evaluator
+from tidewheel.inference.writer import Writer
+from tidewheel.models.adapting import peft_files
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.loop import train
+from tidewheel.train.runtime import Runtime
+
+LORA = ("adapter.kind=lora", "adapter.rank=4", "model.qk_norm=false", "model.dim=64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data and a finished run `base` of two steps."""
+    path = tmp_path_factory.mktemp("adapters")
+    write_shards(path / "shards")
+    write_shards(path / "validation", shards=1, rows=4, seed=1)
+    run(settings(path, "base", "adapter=null"))
+    return path
+
+
+def settings(path: Path, name: str, *overrides: str) -> TrainConfig:
+    return config(path, name, *LORA, "steps=2", "evaluation.every_steps=0", "checkpoint.every_steps=1", *overrides)
+
+
+def run(wanted: TrainConfig, control: Script | None = None) -> Any:
+    """Train in this process with checkpoints in the run's folder."""
+    checkpoints = CheckpointManager(storage.store(f"{wanted.run_uri}/checkpoints"), asynchronous=False, keep_last=10)
+    return train(wanted, Runtime(checkpoints=checkpoints, control=control or Script()))
+
+
+def manifest_of(uri: str) -> CheckpointManifest:
+    _, checkpoints, name = locate(uri)
+    return read_manifest(checkpoints, name)
+
+
+def values_of(uri: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model in a run's newest checkpoint, by name."""
+    _, checkpoints, name = locate(uri)
+    manifest = read_manifest(checkpoints, name)
+    names = [path.removeprefix("model/") for path in manifest.tensors if path.startswith("model/")]
+    return conversion.read_stored(checkpoints, name, manifest, names)
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_names_its_base(folder: Path):
+    wanted = settings(folder, "lora", f"model.init_from={folder}/runs/base")
+    run(wanted)
+    manifest = manifest_of(wanted.run_uri)
+    assert all(".adapter." in path or path == "optimizer/step" for path in manifest.tensors)
+    base = base_of(manifest)
+    assert base is not None
+    assert base.hash == manifest_of(f"{folder}/runs/base").model_hash
+    assert base.uri == f"{folder}/runs/base/checkpoints/step_00000002"
+    whole = manifest_of(f"{folder}/runs/base")
+    assert manifest.total_bytes < whole.total_bytes / 2
+
+
+def test_a_run_resumes_to_the_same_values(folder: Path):
+    start = (f"model.init_from={folder}/runs/base", "adapter.start=pissa", "reproducible=true")
+    run(settings(folder, "straight", *start))
+    wanted = settings(folder, "resumed", *start)
+    with pytest.raises(Replaced):
+        run(wanted, Script(die=2))
+    assert manifest_of(wanted.run_uri).step == 1
+    run(wanted)
+    expected, values = values_of(f"{folder}/runs/straight"), values_of(f"{folder}/runs/resumed")
+    assert expected.keys() == values.keys()
+    for name, value in expected.items():
+        assert torch.equal(values[name], value), name
+    assert any(name.endswith(".a0") for name in values)
+
+
+def test_another_base_is_refused(folder: Path):
+    run(settings(folder, "moved", f"model.init_from={folder}/runs/base", "steps=1"))
+    run(settings(folder, "other-base", "adapter=null", "seed=5"))
+    with pytest.raises(ConfigError, match="the base is now"):
+        run(settings(folder, "moved", f"model.init_from={folder}/runs/other-base"))
+
+
+def test_another_adapter_is_refused(folder: Path):
+    run(settings(folder, "ranks", "steps=1"))
+    with pytest.raises(ConfigError, match="adapter"):
+        run(settings(folder, "ranks", "adapter.alpha=8"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "nf4", "prefix_tuning"])
+def test_what_is_written_and_evaluated_is_the_trained_model(folder: Path, kind: str):
+    chosen = {"lora": (), "nf4": ("adapter.base=nf4",),
+              "prefix_tuning": ('adapter={"kind": "prefix_tuning", "tokens": 3}',)}[kind]
+    wanted = settings(folder, f"whole-{kind}", f"model.init_from={folder}/runs/base", "optimizer.learning_rate=0.1",
+                      *chosen)
+    result = run(wanted)
+    evaluation = Evaluator(wanted.run_uri).evaluate(wanted.run_uri)
+    assert evaluation.loss == pytest.approx(result.validation_loss, rel=1e-5)
+    assert abs(evaluation.loss - Evaluator(f"{folder}/runs/base").evaluate(f"{folder}/runs/base").loss) > 1e-3
+    writer = Writer.open(wanted.run_uri)
+    tokens = torch.arange(2, 12)[None]
+    expected = writer.model(tokens, torch.arange(10)[None], torch.zeros_like(tokens))
+    if kind == "prefix_tuning":
+        with pytest.raises(ConfigError, match="cannot be merged"):
+            adapter_files.merge_run(wanted.run_uri, str(folder / "runs/merged-prefix"))
+        return
+    merged = f"{folder}/runs/merged-{kind}"
+    adapter_files.merge_run(wanted.run_uri, merged)
+    logits = Writer.open(merged, tokenizer=f"{folder}/shards/tokenizer.json").model(
+        tokens, torch.arange(10)[None], torch.zeros_like(tokens))
+    assert (logits - expected).abs().max() < 1e-5
+
+
+def test_an_adapter_goes_to_peft_and_back(folder: Path):
+    wanted = settings(folder, "there", f"model.init_from={folder}/runs/base")
+    run(wanted)
+    count = adapter_files.export_adapter(wanted.run_uri, str(folder / "peft"))
+    values = values_of(wanted.run_uri)
+    assert count == sum(value.numel() for value in values.values())
+    adapter, read = peft_files.read(storage.store(str(folder / "peft")), wanted.model)
+    assert adapter.canonical() | {"targets": ()} == wanted.adapter.canonical() | {"targets": ()}
+    assert all(torch.equal(read[name], value) for name, value in values.items())
+    adapter_files.import_adapter(str(folder / "peft"), f"{folder}/runs/base", f"{folder}/runs/back")
+    again = settings(folder, "again", f"model.init_from={folder}/runs/base", f"adapter.init_from={folder}/runs/back",
+                     "steps=1", "optimizer.learning_rate=1e-9")
+    run(again)
+    for name, value in values_of(again.run_uri).items():
+        assert torch.allclose(value, values[name], atol=1e-6), name
+
+
+def test_a_base_that_is_gone_or_changed_is_refused(folder: Path):
+    wanted = settings(folder, "orphan", f"model.init_from={folder}/runs/base", "steps=1")
+    run(wanted)
+    manifest = manifest_of(wanted.run_uri)
+    manifest.extra["base"]["hash"] = "another"
+    base = base_of(manifest)
+    assert base is not None
+    with pytest.raises(CheckpointError, match="not the base"):
+        base.read(wanted.model, {}, conversion.read_stored)
+    with pytest.raises(ConfigError, match="whole model"):
+        adapter_files.export_adapter(f"{folder}/runs/base", str(folder / "nothing"))
