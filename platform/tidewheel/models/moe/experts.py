@@ -6,7 +6,7 @@ Suffixes of names give shapes: R rows, G groups, E experts, D model width, F inn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,14 +54,13 @@ class Experts(nn.Module):
         self.output_bias_share = 1.0
         """Factor of `w2_bias`. Tensor parallelism, which adds up the outputs of its ranks, sets it to 0 on all but the
         first rank."""
-        self.arithmetic: Arithmetic = ByGroup()
+        self.arithmetic = Arithmetic()
         """Computes products and activations; reproducible mode replaces it."""
 
     def forward(self, rows_RD: torch.Tensor, counts_GE: torch.Tensor) -> torch.Tensor:
         """Return the output of each row's expert, [R, D] in the dtype of matrix products.
 
-        Products are computed for each (group, expert), so the bits of a group's output and of its share of the weight
-        gradients do not depend on the other groups. An expert without rows gets zeros as its gradient.
+        An expert without rows gets zeros as its gradient.
 
         Args:
             rows_RD: sorted by group, then by expert.
@@ -82,8 +81,8 @@ class Experts(nn.Module):
         return self.arithmetic.product(rows, _local(weight).to(rows.dtype), bias, counts_GE, name)
 
 
-class Arithmetic(Protocol):
-    """How experts compute rows that are sorted by group, then by expert."""
+class Arithmetic:
+    """How experts compute rows that are sorted by group, then by expert. This one knows a single group."""
 
     def product(self, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
                 counts_GE: torch.Tensor, name: str) -> torch.Tensor:
@@ -96,47 +95,21 @@ class Arithmetic(Protocol):
             counts_GE: int64, rows of each expert in each group; they add up to R.
             name: of the weight.
         """
+        (counts_E,) = counts_GE
+        product = grouped_product(rows_RN, weight_EMN, counts_E)
+        return product if bias_EM is None else add_bias(product, bias_EM, counts_E)
 
     def activate(self, kind: Activation, gate_RF: torch.Tensor, up_RF: torch.Tensor,
                  counts_GE: torch.Tensor) -> torch.Tensor:
-        """Return [R, F], the `activation` of each row.
+        """Return [R, F], the activation of each row.
 
         Args:
-            kind: of activation.
+            kind: silu: silu(gate) * up. clamped: `clamped_swiglu`.
             gate_RF: of the rows.
             up_RF: of the rows.
             counts_GE: see `product`.
         """
-
-
-class ByGroup(Arithmetic):
-    """One grouped product and one activation for each group; see `Arithmetic`."""
-
-    def product(self, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
-                counts_GE: torch.Tensor, name: str) -> torch.Tensor:
-        if len(counts_GE) == 1:
-            return expert_product(rows_RN, weight_EMN, bias_EM, counts_GE[0])
-        parts = rows_RN.split(counts_GE.sum(dim=1).tolist())
-        return torch.cat([expert_product(part, weight_EMN, bias_EM, counts_E)
-                          for part, counts_E in zip(parts, counts_GE)])
-
-    def activate(self, kind: Activation, gate_RF: torch.Tensor, up_RF: torch.Tensor,
-                 counts_GE: torch.Tensor) -> torch.Tensor:
-        if len(counts_GE) == 1:
-            return activation(kind, gate_RF, up_RF)
-        sizes = counts_GE.sum(dim=1).tolist()
-        return torch.cat([activation(kind, *parts) for parts in zip(gate_RF.split(sizes), up_RF.split(sizes))])
-
-
-def activation(kind: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the activation of each row, [R, F].
-
-    Args:
-        kind: silu: silu(gate) * up. clamped: `clamped_swiglu`.
-        gate: [R, F].
-        up: [R, F].
-    """
-    return clamped_swiglu(gate, up) if kind == "clamped" else F.silu(gate) * up
+        return clamped_swiglu(gate_RF, up_RF) if kind == "clamped" else F.silu(gate_RF) * up_RF
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -147,20 +120,6 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate = gate.clamp(max=CLAMP)
     up = up.clamp(min=-CLAMP, max=CLAMP)
     return (up + 1) * (gate * torch.sigmoid(SIGMOID_SCALE * gate))
-
-
-def expert_product(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
-                   counts_E: torch.Tensor) -> torch.Tensor:
-    """Return [R, M], `grouped_product` with a bias of each expert.
-
-    Args:
-        rows_RN: sorted by expert.
-        weight_EMN: a matrix for each expert.
-        bias_EM: added to the product.
-        counts_E: int64, rows of each expert; they add up to R.
-    """
-    product = grouped_product(rows_RN, weight_EMN, counts_E)
-    return product if bias_EM is None else _AddBias.apply(product, bias_EM, counts_E)
 
 
 def grouped_product(rows_RN: torch.Tensor, weight_EMN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
@@ -208,11 +167,19 @@ def _uncompiled(product: Callable[..., torch.Tensor], *operands: torch.Tensor) -
     return product(*operands)
 
 
-class _AddBias(torch.autograd.Function):
-    """Add each expert's bias to its rows.
+def add_bias(rows_RF: torch.Tensor, bias_EF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """Return rows plus their experts' biases. The gradient of a bias is the sum of its rows in their order.
 
-    The gradient of a bias is the sum of its rows in their order. That of an index would be added up in any order.
+    Args:
+        rows_RF: sorted by expert.
+        bias_EF: of each expert.
+        counts_E: int64, rows of each expert.
     """
+    return _AddBias.apply(rows_RF, bias_EF, counts_E)
+
+
+class _AddBias(torch.autograd.Function):
+    """`add_bias`. The gradient of an index would be added up in any order."""
 
     @staticmethod
     def forward(ctx: Any, rows_RF: torch.Tensor, bias_EF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:

@@ -65,9 +65,7 @@ def apply(part: nn.Module, mesh: Mesh, *, reproducible: bool) -> None:
     for layer in layers(part):
         experts = layer.experts
         if reproducible:
-            by_source = BySource()
-            by_source.bias_share = experts.output_bias_share
-            experts.arithmetic = by_source
+            experts.arithmetic = BySource(experts.output_bias_share)
         if mesh.expert > 1:
             _shard(experts, mesh)
             layer.dispatch = AllToAll(mesh.expert_group(), mesh.expert, apart=reproducible)

@@ -6,11 +6,11 @@ used; `FullyShard.begin` resets it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
@@ -25,29 +25,60 @@ class OrderedReduceScatter(ReduceScatter):
     Args:
         order: knows the current micro-batch.
         total: of the unit.
-        others: returns the flat gradients of the sources after the first, whose weights this rank holds.
     """
 
-    def __init__(self, order: GradientOrder, total: OrderedSum,
-                 others: Callable[[], Sequence[torch.Tensor]] = tuple) -> None:
-        self._order, self._total, self._others = order, total, others
+    def __init__(self, order: GradientOrder, total: OrderedSum) -> None:
+        self._order, self._total = order, total
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype,
                  device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        self._total.add(input_tensor, *self._others())
+        self._add(input_tensor)
         if self._order.last:
             output_tensor.copy_(self._total.shard())
 
-    def alone(self, gradient: torch.Tensor) -> None:
-        """Add a gradient that FSDP2 has no other rank to reduce with, and write the sum over it.
+    def _add(self, flat: torch.Tensor) -> None:
+        self._total.add(flat)
 
-        FSDP2 calls no reduce-scatter on a single rank, but its hook for an all-reduce. The sum may keep the gradient's
-        memory, to which nobody else writes.
+
+class _OfExperts(OrderedReduceScatter):
+    """The same for a layer's experts, whose gradients are in their `BySource`.
+
+    Args:
+        order: knows the current micro-batch.
+        experts: how experts are sharded.
+        unit: the experts.
+    """
+
+    def __init__(self, order: GradientOrder, experts: ShardedExperts, unit: FSDPModule) -> None:
+        assert experts.sums is not None
+        super().__init__(order, experts.sums())
+        self._ranks, self._unit, self._by_source = experts.mesh.size(), unit, cast(Any, unit).arithmetic
+        self._by_source.new_sum = self._total.partial
+
+    def alone(self, gradient: torch.Tensor) -> None:
+        """Write the sum over a gradient that FSDP2 has no other rank to reduce with.
+
+        FSDP2 calls no reduce-scatter on a single rank, but its hook for an all-reduce.
         """
         self(gradient, gradient)
+
+    def _add(self, flat: torch.Tensor) -> None:
+        if not (self._order.last or self._total.swaps):
+            return
+        group: Any = self._unit._get_fsdp_state()._fsdp_param_group
+        parameters = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        taken = [self._by_source.take(parameter._module_info.param_name) for parameter in parameters]
+        dims = [parameter.fsdp_placement.dim for parameter in parameters]
+        flats = {nodes[0][0]: _flat([gradients for _, gradients in nodes], dims, self._ranks)
+                 for nodes in zip(*taken, strict=True)}
+        if self._total.swaps:
+            self._total.add(*flats.values())
+        else:
+            for node, values in flats.items():
+                self._total.put(node, values)
 
 
 def reduce_by_source(unit: FSDPModule, order: GradientOrder, experts: ShardedExperts) -> None:
@@ -58,45 +89,28 @@ def reduce_by_source(unit: FSDPModule, order: GradientOrder, experts: ShardedExp
         order: knows the current micro-batch.
         experts: how experts are sharded.
     """
-    assert experts.sums is not None
-    by_source: Any = unit.arithmetic  # type: ignore[attr-defined]
-    ranks = experts.mesh.size()
-    reduce = OrderedReduceScatter(order, experts.sums(), lambda: _others(unit, by_source, ranks, experts.sources))
-    if ranks > 1:
+    reduce = _OfExperts(order, experts, unit)
+    if experts.mesh.size() > 1:
         unit.set_custom_reduce_scatter(reduce)
     else:
         unit.set_all_reduce_hook(reduce.alone)
 
 
-def _others(unit: FSDPModule, by_source: Any, ranks: int, sources: int) -> list[torch.Tensor]:
-    """Return the gradients of each source after the first in the layout that FSDP2 gives to a reduce-scatter.
+def _flat(gradients: Sequence[list[torch.Tensor]], dims: Sequence[int], ranks: int) -> torch.Tensor:
+    """Return gradients in the layout that FSDP2 gives to a reduce-scatter: all shards of one rank, then of the next.
 
     Args:
-        unit: the experts.
-        by_source: has the gradients of their weights.
-        ranks: number of ranks over which FSDP2 shards them.
-        sources: number of sources.
+        gradients: of each expert, of each parameter.
+        dims: that FSDP2 shards: 0, whole experts, with zeros where the ranks do not divide them; or 1.
+        ranks: number of ranks.
     """
-    flats: list[list[torch.Tensor]] = [[] for _ in range(sources - 1)]
-    group: Any = unit._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params:
-        gradients = by_source.take(parameter._module_info.param_name)
-        assert len(gradients) == sources - 1, f"{len(gradients)} gradients of {sources - 1} other sources"
-        for flat, gradient in zip(flats, gradients):
-            flat.append(_by_rank(gradient.float(), parameter.fsdp_placement.dim, ranks))
-    return [torch.cat(flat, dim=1).flatten() for flat in flats]
-
-
-def _by_rank(gradient: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """Return each rank's shard of a gradient, padded to one size: [ranks, n].
-
-    Args:
-        gradient: of the gathered parameter.
-        dim: that FSDP2 shards.
-        ranks: number of shards.
-    """
-    if dim:
-        gradient = torch.cat(gradient.chunk(ranks, dim=dim))
-    rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
-    missing = -len(rows) % ranks
-    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).reshape(ranks, -1)
+    shards: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for experts, dim in zip(gradients, dims):
+        size = -(-len(experts) // ranks)
+        padded = experts + [torch.zeros_like(experts[0])] * (size * ranks - len(experts))
+        for rank, shard in enumerate(shards):
+            shard += [expert.chunk(ranks)[rank] for expert in experts] if dim else padded[rank * size:][:size]
+    if experts[0].is_cuda:  # allocated on the stream of the backward pass
+        for gradient in itertools.chain(*gradients):
+            gradient.record_stream(torch.cuda.current_stream())
+    return torch.cat([part.flatten() for shard in shards for part in shard])

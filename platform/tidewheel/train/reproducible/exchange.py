@@ -72,10 +72,70 @@ def _members(mesh: Mesh, data_ranks: Iterable[int]) -> tuple[Member, ...]:
     return tuple((rank, context) for rank in data_ranks for context in range(mesh.size("context")))
 
 
+class PartialSum:
+    """The part of one tensor's canonical sum that a rank adds up by itself.
+
+    Args:
+        order: of the model; it knows the current micro-batch.
+        members: whose gradients are added after each micro-batch, in order.
+        merges: False: keep the gradients of the last micro-batch only, each member's apart.
+    """
+
+    def __init__(self, order: GradientOrder, members: Sequence[Member], *, merges: bool = True) -> None:
+        self._order, self._members, self._merges = order, members, merges
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.tree = TreeSum()
+        self._open: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def add(self, *values: torch.Tensor) -> None:
+        """Add the gradients of all members, of the current micro-batch.
+
+        Args:
+            values: of each member, overwritten.
+        """
+        if self._order.number == 0 or not self._merges:  # a failed step may have left partial sums
+            self.clear()
+        for index, (member, value) in enumerate(zip(self._members, values, strict=True)):
+            if self._merges:
+                self.put(member, value)
+            else:
+                self.tree.replace((0, index), value)
+
+    def put(self, member: Member, value: torch.Tensor) -> None:
+        """Add the gradient of one micro-batch after the others of its virtual rank."""
+        leaf = self._order.leaf(member)
+        count, held = self._open.pop(leaf, (0, value))
+        if count:
+            held.add_(value)
+        if count + 1 < self._order.parts:
+            self._open[leaf] = count + 1, held
+        else:
+            self.tree.add((0, leaf), held)
+
+    def release(self, received: torch.Tensor) -> None:
+        """Copy partial sums out of a receive buffer, so that the buffer is freed."""
+        buffer = received.untyped_storage().data_ptr()
+        for node, value in self.tree.nodes():
+            if value.untyped_storage().data_ptr() == buffer:
+                self.tree.replace(node, value.clone())
+        for leaf, (count, value) in self._open.items():
+            if value.untyped_storage().data_ptr() == buffer:
+                self._open[leaf] = count, value.clone()
+
+    def take(self) -> list[tuple[Node, torch.Tensor]]:
+        """Return the nodes with their sums, in the order of their leaves, and forget them."""
+        nodes, self.tree = self.tree.nodes(), TreeSum()
+        return nodes
+
+
 class OrderedSum:
     """The sum over all micro-batches and ranks of one flat tensor, such as the gradients of an FSDP unit.
 
-    Every rank calls `add` once for each micro-batch, then `shard` or `whole` once.
+    Every rank calls `add` once for each micro-batch, then `shard` or `whole` once. If it does not swap, it may add up
+    the pieces of the tensor in `partial` sums instead, and call `put` for their nodes before `shard`.
 
     Args:
         order: of the model; it knows the current micro-batch.
@@ -86,8 +146,20 @@ class OrderedSum:
     def __init__(self, order: GradientOrder, near: Group, far: Group | None = None) -> None:
         self._order, self._near, self._far = order, near, far
         self._own = next((held for held in near.members if order.member in held), (order.member,))
-        self._tree = TreeSum()
-        self._open: dict[int, tuple[int, torch.Tensor]] = {}
+        self._sum = PartialSum(order, self._own)
+
+    @property
+    def swaps(self) -> bool:
+        """Return whether ranks exchange their gradients after every micro-batch."""
+        return self._order.streams and self._near.size > 1
+
+    def partial(self) -> PartialSum:
+        """Return an empty sum of a piece of the tensor. If ranks swap, it keeps members apart."""
+        return PartialSum(self._order, self._own, merges=not self.swaps)
+
+    def put(self, node: Node, flat: torch.Tensor) -> None:
+        """Add a node of the canonical sum, [n]."""
+        self._sum.tree.add(node, flat)
 
     def add(self, *flats: torch.Tensor) -> None:
         """Add gradients of the current micro-batch: this rank's, or those of all members whose gradients it holds.
@@ -95,58 +167,34 @@ class OrderedSum:
         Args:
             flats: [n] for each member in order, overwritten; n must be a multiple of the number of ranks of `near`.
         """
-        if self._order.number == 0:  # a failed step may have left partial sums
-            self._tree = TreeSum()
-            self._open = {}
-        for index, flat in enumerate(flats):
-            self._add(index, flat)
-
-    def _add(self, index: int, flat: torch.Tensor) -> None:
-        """Add the gradient of member `index` of those whose gradients this rank holds."""
-        if self._order.streams:
-            received = self._swap(flat)
-            for members, part in zip(self._near.members, received.unbind()):
-                self._put(members[index], part)
-            self._release(received)
+        if not self._order.streams:
+            for flat in flats:
+                if flat.is_cuda:  # allocated on another stream but kept on this one
+                    flat.record_stream(torch.cuda.current_stream())
+            self._sum.add(*flats)
             return
-        if flat.is_cuda:  # allocated on another stream but kept on this one
-            flat.record_stream(torch.cuda.current_stream())
-        self._put(self._own[index], flat)
+        if self._order.number == 0:  # a failed step may have left partial sums
+            self._sum.clear()
+        for index, flat in enumerate(flats):
+            received = flat.view(1, -1) if self._near.size == 1 else _all_to_all(flat, self._near)
+            for members, part in zip(self._near.members, received.unbind()):
+                self._sum.put(members[index], part)
+            self._sum.release(received)
 
     def shard(self) -> torch.Tensor:
         """Return this rank's part of the sum, [n / ranks of `near`]."""
-        tree = self._tree if self._order.streams else _exchange(self._order, self._tree, self._near)
-        self._tree = TreeSum()
+        tree = self._take()
+        if not self._order.streams:
+            tree = _exchange(self._order, tree, self._near)
         return tree.total() if self._far is None else _all_reduce(self._order, tree, self._far)
 
     def whole(self) -> torch.Tensor:
         """Return the sum [n] on every rank of `near`."""
-        tree, self._tree = self._tree, TreeSum()
-        return _all_reduce(self._order, tree, self._near)
+        return _all_reduce(self._order, self._take(), self._near)
 
-    def _put(self, member: Member, value: torch.Tensor) -> None:
-        """Add the gradient of one micro-batch, or a part of it, after the others of its virtual rank."""
-        leaf = self._order.leaf(member)
-        count, held = self._open.pop(leaf, (0, value))
-        if count:
-            held.add_(value)
-        if count + 1 < self._order.parts:
-            self._open[leaf] = count + 1, held
-        else:
-            self._tree.add((0, leaf), held)
-
-    def _swap(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(1, -1) if self._near.size == 1 else _all_to_all(flat, self._near)
-
-    def _release(self, received: torch.Tensor) -> None:
-        """Copy partial sums out of a receive buffer, so that the buffer is freed."""
-        buffer = received.untyped_storage().data_ptr()
-        for node, value in self._tree.nodes():
-            if value.untyped_storage().data_ptr() == buffer:
-                self._tree.replace(node, value.clone())
-        for leaf, (count, value) in self._open.items():
-            if value.untyped_storage().data_ptr() == buffer:
-                self._open[leaf] = count, value.clone()
+    def _take(self) -> TreeSum:
+        tree, self._sum.tree = self._sum.tree, TreeSum()
+        return tree
 
 
 def _all_to_all(flat: torch.Tensor, group: Group) -> torch.Tensor:

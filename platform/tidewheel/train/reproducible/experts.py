@@ -16,74 +16,136 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch._compile import _disable_dynamo
 
-from tidewheel.models.moe.experts import Activation, Arithmetic, activation, expert_product
+from tidewheel.models.moe.experts import Activation, Arithmetic, add_bias, grouped_product
+from tidewheel.train.reproducible.exchange import PartialSum
+from tidewheel.train.reproducible.tree import Node
+
+Keep = Callable[[int, Sequence[torch.Tensor]], None]
+"""Takes the number of a piece of a parameter, which is some of its experts, and the piece's gradient from each source,
+[experts, ...]."""
 
 
 class BySource(Arithmetic):
-    """The arithmetic of a layer's experts in reproducible mode, and the weight gradients of other sources.
+    """The arithmetic of a layer's experts in reproducible mode, and their gradients if they have several sources.
 
-    A group of rows is a source. The gradient of the first source is autograd's. Those of the others stay here until the
-    gradients are reduced. With several sources, the counts are on the host.
+    A group of rows is a source. With several sources, the counts are on the host, and the gradients are added up here
+    until they are reduced. The gradients that autograd returns then are not used.
+
+    Args:
+        bias_share: `Experts.output_bias_share`, a factor of the gradient of `w2_bias`.
     """
 
-    def __init__(self) -> None:
-        self.bias_share = 1.0
-        """`Experts.output_bias_share`, a factor of the gradient of `w2_bias`."""
-        self._others: dict[str, list[torch.Tensor]] = {}
+    LOOPED: ClassVar[tuple[str, ...]] = ("cpu",)
+    """Devices whose grouped product is a loop of products, so that an own loop has the same bits."""
 
-    def take(self, name: str) -> list[torch.Tensor]:
-        """Return the gradients of a parameter from the sources after the first, and forget them.
+    def __init__(self, bias_share: float = 1.0) -> None:
+        self._bias_share = bias_share
+        self.new_sum: Callable[[], PartialSum] | None = None
+        """Creates the sum of a piece's gradients; whatever reduces gradients sets it."""
+        self._sums: dict[str, list[PartialSum]] = {}
+
+    def take(self, name: str) -> list[tuple[Node, list[torch.Tensor]]]:
+        """Return the nodes of the sum of a parameter's gradients, each with the gradient of each expert; forget them.
 
         Args:
             name: of the parameter, such as "w1".
         """
-        return self._others.pop(name, [])
+        pieces = [piece.take() for piece in self._sums[name]]
+        return [(nodes[0][0], [gradient for _, value in nodes for gradient in value.unbind()])
+                for nodes in zip(*pieces, strict=True)]
 
+    @_disable_dynamo  # compiled code may have other bits
     def product(self, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, bias_EM: torch.Tensor | None,
                 counts_GE: torch.Tensor, name: str) -> torch.Tensor:
-        sources = len(counts_GE)
-        if sources == 1:
-            return expert_product(rows_RN, weight_EMN, bias_EM, counts_GE[0])
-        weights = _PerSource.apply(weight_EMN, sources, partial(self._keep, name, 1.0))
-        biases: Sequence[torch.Tensor | None] = [None] * sources
-        if bias_EM is not None:
-            share = self.bias_share if name == "w2" else 1.0
-            biases = _PerSource.apply(bias_EM, sources, partial(self._keep, f"{name}_bias", share))
-        parts = rows_RN.split(counts_GE.sum(dim=1).tolist())
-        counts = counts_GE.to(rows_RN.device, non_blocking=True)
-        return torch.cat([expert_product(*operands) for operands in zip(parts, weights, biases, counts)])
+        keep = partial(self._add, name)
+        if rows_RN.device.type in self.LOOPED:
+            products = _Loop.apply(rows_RN, weight_EMN, counts_GE.flatten().tolist(), keep)
+        else:
+            weights, counts = _per_source(weight_EMN, len(counts_GE), keep), counts_GE.to(rows_RN.device)
+            parts = rows_RN.split(counts_GE.sum(dim=1).tolist()) if len(counts_GE) > 1 else (rows_RN,)
+            products = torch.cat([grouped_product(*operands) for operands in zip(parts, weights, counts)])
+        if bias_EM is None:
+            return products
+        biases = _per_source(bias_EM, len(counts_GE), partial(self._add, f"{name}_bias"))
+        return add_bias(products, torch.cat(biases), counts_GE.flatten().to(rows_RN.device))
 
     def activate(self, kind: Activation, gate_RF: torch.Tensor, up_RF: torch.Tensor,
                  counts_GE: torch.Tensor) -> torch.Tensor:
+        whole = super().activate
         if gate_RF.device.type != "cpu":  # other devices compute all elements in the same way
-            return activation(kind, gate_RF, up_RF)
+            return whole(kind, gate_RF, up_RF, counts_GE)
         sizes = counts_GE.flatten().tolist()
         if kind == "silu":
             return _GatedSilu.apply(gate_RF, up_RF, sizes)
-        return torch.cat([activation(kind, gate, up) for gate, up in zip(gate_RF.split(sizes), up_RF.split(sizes))])
+        return torch.cat([whole(kind, gate, up, counts_GE)
+                          for gate, up in zip(gate_RF.split(sizes), up_RF.split(sizes))])
 
-    def _keep(self, name: str, share: float, gradients: list[torch.Tensor]) -> None:
-        self._others[name] = gradients if share == 1.0 else [gradient * share for gradient in gradients]
+    def _add(self, name: str, piece: int, gradients: Sequence[torch.Tensor]) -> None:
+        assert self.new_sum is not None, "nothing reduces the gradients of several sources"
+        sums = self._sums.setdefault(name, [])
+        if piece == len(sums):
+            sums.append(self.new_sum())
+        share = self._bias_share if name == "w2_bias" else 1.0
+        sums[piece].add(*(gradient.float() if share == 1.0 else gradient.float() * share for gradient in gradients))
+
+
+class _Loop(torch.autograd.Function):
+    """The product of each (source, expert).
+
+    The gradients of an expert's matrix from all sources are added up before those of the next expert are computed,
+    while they are in the processor's cache. Later, adding up took as long as the forward pass's products (64 experts).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_RN: torch.Tensor, weight_EMN: torch.Tensor, sizes: list[int],
+                keep: Keep) -> torch.Tensor:
+        ctx.save_for_backward(rows_RN, weight_EMN)
+        ctx.sizes, ctx.keep = sizes, keep
+        products = rows_RN.new_empty(len(rows_RN), weight_EMN.shape[1])
+        rows, out = rows_RN.split(sizes), products.split(sizes)
+        for expert, matrix in enumerate(weight_EMN.unbind()):
+            for group in range(expert, len(sizes), len(weight_EMN)):
+                torch.mm(rows[group], matrix.t(), out=out[group])
+        return products
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        rows_RN, weight_EMN = ctx.saved_tensors
+        to_rows, to_weight = torch.empty_like(rows_RN), torch.empty_like(weight_EMN)
+        gradients, rows, out = (whole.split(ctx.sizes) for whole in (grad_outputs[0].contiguous(), rows_RN, to_rows))
+        for expert, matrix in enumerate(weight_EMN.unbind()):
+            groups = range(expert, len(ctx.sizes), len(weight_EMN))
+            for group in groups:
+                torch.mm(gradients[group], matrix, out=out[group])
+            if not ctx.needs_input_grad[1]:
+                continue
+            if len(groups) == 1:
+                torch.mm(gradients[expert].t(), rows[expert], out=to_weight[expert])
+            else:
+                ctx.keep(expert, [(gradients[group].t() @ rows[group])[None] for group in groups])
+        return to_rows, to_weight, None, None
+
+
+def _per_source(parameter: torch.Tensor, sources: int, keep: Keep) -> tuple[torch.Tensor, ...]:
+    """Return a parameter for each source. If there are several, their gradients go to `keep` in one piece."""
+    return (parameter,) if sources == 1 else _PerSource.apply(parameter, sources, keep)
 
 
 class _PerSource(torch.autograd.Function):
-    """The same parameter for each source. The gradient of the first is autograd's, the others are kept."""
-
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, sources: int,
-                keep: Callable[[list[torch.Tensor]], None]) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, parameter: torch.Tensor, sources: int, keep: Keep) -> tuple[torch.Tensor, ...]:
         ctx.keep = keep
         return tuple(parameter.view_as(parameter) for _ in range(sources))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        first, *others = grad_outputs
-        ctx.keep(others)
-        return first, None, None
+        ctx.keep(0, grad_outputs)
+        return torch.empty_like(grad_outputs[0]), None, None
 
 
 class _GatedSilu(torch.autograd.Function):
