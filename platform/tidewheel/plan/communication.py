@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tidewheel.plan.activations import repeated_keys, share_recomputed
-from tidewheel.plan.experts import expert_links, rows_bytes
+from tidewheel.plan.experts import EXCHANGING, expert_links, rows_bytes
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.held import Held
 from tidewheel.plan.layout import Job, Layout, Share
@@ -115,8 +115,8 @@ def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis
     return _axis("context", context, calls, layout.micro_batches)
 
 
-def expert_axis(job: Job, layout: Layout, share: Share, cluster: ClusterConfig) -> Axis:
-    """Return the communication of expert parallelism; computation overlaps none of it.
+def expert_axis(job: Job, layout: Layout, share: Share, cluster: ClusterConfig, passes: float = 0.0) -> Axis:
+    """Return the communication of expert parallelism; computation overlaps none of it, unless `Job.techniques` says so.
 
     In every block rows go to their experts and come back, and so do their gradients; recomputed blocks send them again.
 
@@ -125,15 +125,22 @@ def expert_axis(job: Job, layout: Layout, share: Share, cluster: ClusterConfig) 
         layout: its layout.
         share: the pipeline rank's part of the model.
         cluster: the cluster.
+        passes: seconds of all passes, which may overlap it.
     """
-    exchange = expert_links(cluster, layout)
+    exchange = expert_links(cluster, layout, job)
     size = rows_bytes(job, layout)
     if exchange.ranks == 1 or not size:
         return Axis("expert", 1, False, 0.0, 0.0, 0.0)
-    times = layout.micro_batches * share.blocks * (4 + 2 * share_recomputed(job, layout))
-    seconds = times * exchange.seconds(size)
-    return Axis("expert", exchange.ranks, exchange.across > 0, times * size * (exchange.inside + exchange.across),
-                seconds, seconds)
+    again = share_recomputed(job, layout)
+    # half of them go to experts: rows, and gradients of results
+    sizes = [(2 + again, size / job.compute_bytes if job.techniques.fp8_rows else size), (2 + again, size)]
+    calls = layout.micro_batches * share.blocks
+    seconds = calls * sum(times * exchange.seconds(moved) for times, moved in sizes)
+    moved = calls * sum(times * moved for times, moved in sizes) * (exchange.inside + exchange.across)
+    exposed = seconds
+    if job.techniques.overlapped:
+        exposed = max(0.0, seconds - passes) + EXCHANGING * min(seconds, passes)
+    return Axis("expert", exchange.ranks, exchange.across > 0, moved, seconds, exposed)
 
 
 def pipeline_axis(job: Job, layout: Layout, cluster: ClusterConfig, pipeline: Group) -> Axis:

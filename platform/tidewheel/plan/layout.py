@@ -7,7 +7,7 @@ from functools import cached_property
 
 from tidewheel.models.costs import LayerCosts
 from tidewheel.models.family import Model
-from tidewheel.plan.routed_rows import RoutedRows, routed_rows
+from tidewheel.plan.routed_rows import OWN, ExpertTechniques, RoutedRows, routed_rows
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
@@ -28,6 +28,7 @@ class Job:
     config: TrainConfig
     vocabulary_size: int
     sequence_length: int
+    techniques: ExpertTechniques = OWN
 
     @property
     def model(self) -> Model:
@@ -53,6 +54,12 @@ class Job:
     def block_products(self) -> float:
         """Parameters of a block that multiply a token, on average."""
         return _share(self.costs.active + self.costs.cut, self.model.num_layers)
+
+    @cached_property
+    def routed_products(self) -> float:
+        """Parameters of a block's routed experts that multiply a token, on average; part of `block_products`."""
+        model = self.model
+        return self.costs.experts / model.num_layers * getattr(model, "experts_per_token", 0) / self.routed_rows.experts
 
     @cached_property
     def block_norms(self) -> float:

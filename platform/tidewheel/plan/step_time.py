@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidewheel.plan import communication
-from tidewheel.plan.activations import computed_again, traffic_of_parts
+from tidewheel.plan.activations import computed_again, share_recomputed, traffic_of_parts
 from tidewheel.plan.communication import Axis
+from tidewheel.plan.experts import products_seconds
 from tidewheel.plan.hardware import ClusterConfig, Gpu
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import Job, Layout, Share, shares
@@ -88,11 +89,15 @@ def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) ->
     groups = communication.groups(cluster, layout)
     again = parameters.blocks if p.data == "zero3" else 0.0
     copies = transfers(job, layout, parameters.whole, again, gpu)
+    exchange = communication.expert_axis(job, layout, share, cluster, num_micro_batches * (forward + backward))
+    waits = 0.0  # of a pass for rows of the node, during which the network is free
+    if not exchange.across_nodes:
+        waits = exchange.exposed / num_micro_batches / (2 + share_recomputed(job, layout))
     axes = (communication.tensor_axis(job, layout, share, groups["tensor"], products(job, layout, gpu, share)),
             communication.context_axis(job, layout, share, groups["context"]),
-            communication.expert_axis(job, layout, share, cluster),
+            exchange,
             communication.pipeline_axis(job, layout, cluster, groups["pipeline"]),
-            communication.data_axis(job, layout, parameters, groups, forward, backward, copies))
+            communication.data_axis(job, layout, parameters, groups, forward + waits, backward + waits, copies))
     waiting = bubble(p.pipeline_schedule, p.pipeline, num_micro_batches, p.stages_per_rank)
     compute = num_micro_batches * (forward + backward)
     inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context", "expert"))  # stretches every pass
@@ -109,8 +114,9 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     """Return the seconds of the forward and the backward pass of one micro-batch; the latter includes recomputation.
 
     Matrix products: 2 FLOPs a parameter and token forward, 4 backward (arXiv:2001.08361, section 2.1). Attention: 4 H
-    E forward for each key that a token sees: S/2 of a document or row of S tokens, fewer with a window. The rest is
-    bound by memory traffic, see `_traffic`.
+    E forward for each key that a token sees: S/2 of a document or row of S tokens, fewer with a window. Experts'
+    products have the rate of their widths and numbers of rows (`experts.products_seconds`). The rest is bound by memory
+    traffic, see `_traffic`.
 
     Args:
         job: the run.
@@ -128,7 +134,9 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     of_blocks = products(job, layout, gpu, share)
     forward = of_blocks + scores + elements
     products_again, elements_again, scores_again = computed_again(job, layout)
+    of_experts, experts_backward = (share.blocks * seconds for seconds in products_seconds(job, layout, gpu))
     backward = of_blocks * (2 + products_again) + scores * (ATTENTION_BACKWARD + scores_again)
+    backward += experts_backward - 2 * of_experts
     backward += elements * (2 + elements_again)
     if layout.memory.activation_checkpointing == "offload":  # the passes overlap the copies as far as they take longer
         moved = tokens * share.blocks * job.residual_bytes * model.dim / p.tensor / gpu.host_link
@@ -152,7 +160,8 @@ def products(job: Job, layout: Layout, gpu: Gpu, share: Share) -> float:
         share: the pipeline rank's part of the model.
     """
     tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
-    return tokens * share.blocks * 2 * job.block_products / layout.parallel.tensor / _rate(job, gpu)
+    always = tokens * 2 * (job.block_products - job.routed_products) / layout.parallel.tensor / _rate(job, gpu)
+    return share.blocks * (always + products_seconds(job, layout, gpu)[0])
 
 
 def _rate(job: Job, gpu: Gpu) -> float:
