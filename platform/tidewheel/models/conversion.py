@@ -91,3 +91,24 @@ def per_expert(ours: str, theirs: str, experts: int) -> Conversion:
 
 def _exchanged(tensors: Tensors) -> Tensors:
     return [tensor.transpose(-1, -2) for tensor in tensors]
+
+
+def interleaved(ours: tuple[str, str], theirs: str) -> Conversion:
+    """Return the conversion of two weights [E, F, ...] to [E, ..., 2F], whose entries alternate, as GPT-OSS has it.
+
+    Args:
+        ours: names of the gate's and the other weight.
+        theirs: name in a layer.
+    """
+    def to_theirs(tensors: Tensors) -> Tensors:
+        import torch
+
+        both = torch.stack(list(tensors), dim=2).flatten(1, 2)  # [E, 2F, ...]
+        return [both if both.ndim == 2 else both.transpose(1, 2)]
+
+    def to_ours(tensors: Tensors) -> Tensors:
+        (whole,) = tensors
+        both = whole if whole.ndim == 2 else whole.transpose(1, 2)
+        return [both[:, 0::2], both[:, 1::2]]
+
+    return Conversion(ours, (theirs,), to_theirs, to_ours)

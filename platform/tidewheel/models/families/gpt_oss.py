@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from tidewheel.models.conversion import Conversion, renamed, transposed
+from tidewheel.models.conversion import Conversion, interleaved, renamed, transposed
 from tidewheel.models.family import Cut
 from tidewheel.models.huggingface_settings import Settings, common_settings
 from tidewheel.models.moe.family import MixtureFamily
-from tidewheel.models.moe.huggingface import interleaved, without_bias
+from tidewheel.models.moe.huggingface import without_bias
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:

@@ -75,10 +75,10 @@ class Experts(nn.Module):
     def _product(self, name: str, rows: torch.Tensor, counts_GE: torch.Tensor) -> torch.Tensor:
         weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
         if bias is not None:
-            bias = _local(bias)
+            bias = local_part(bias)
             if name == "w2":
                 bias = bias * self.output_bias_share
-        return self.arithmetic.product(rows, _local(weight).to(rows.dtype), bias, counts_GE, name)
+        return self.arithmetic.product(rows, local_part(weight).to(rows.dtype), bias, counts_GE, name)
 
 
 class Arithmetic:
@@ -197,24 +197,9 @@ class _AddBias(torch.autograd.Function):
         return gradient, sums.to(ctx.dtype), None
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part. Ranks that hold the same bias have parts of its gradient."""
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter. Ranks that hold the same one have parts of its gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     placements: Any = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
     return parameter.to_local(grad_placements=placements)
-
-
-Dispatch = Callable[[Experts, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From (experts, rows [R, D] sorted by expert, counts int64 [E] of all experts) to the experts' outputs [R, D]."""
-
-
-def local_dispatch(experts: Experts, rows_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """Compute all rows with this rank's experts, which are all experts.
-
-    Args:
-        experts: of the layer.
-        rows_RD: sorted by expert.
-        counts_E: int64, rows of each expert.
-    """
-    return experts(rows_RD, counts_E[None])

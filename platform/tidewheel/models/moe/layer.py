@@ -16,8 +16,11 @@ from torch.distributed.tensor import DTensor, Partial
 from tidewheel.models.blocks.feed_forward import SwiGLU
 from tidewheel.models.loss import product_dtype
 from tidewheel.models.moe.config import MixtureOfExperts
-from tidewheel.models.moe.experts import Dispatch, Experts, local_dispatch
+from tidewheel.models.moe.experts import Experts
 from tidewheel.models.moe.router import Choice, Router, Routing
+
+Dispatch = Callable[[Experts, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From (experts, rows [R, D] sorted by expert, counts int64 [E] of all experts) to the experts' outputs [R, D]."""
 
 
 class MoE(nn.Module):
@@ -34,8 +37,8 @@ class MoE(nn.Module):
                                activation=config.ACTIVATION)
         inner = config.shared_experts * config.expert_width
         self.shared = SwiGLU(config.dim, inner, fused=config.fused_products) if inner else None
-        self.dispatch: Dispatch = local_dispatch
-        """Computes sorted rows with their experts; expert parallelism replaces it."""
+        self.dispatch: Dispatch = lambda experts, rows_RD, counts_E: experts(rows_RD, counts_E[None])
+        """Computes all rows; expert parallelism replaces it."""
         self.reduce: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
         """Adds up the outputs of ranks that have a part of each expert; tensor parallelism replaces it."""
 

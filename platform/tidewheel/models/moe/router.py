@@ -6,15 +6,15 @@ Suffixes of names give shapes: T tokens, E experts, K slots of a token, D model 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
 
 from tidewheel.models.loss import without_autocast
 from tidewheel.models.moe.balance import auxiliary_loss, with_loss, z_loss
 from tidewheel.models.moe.config import MixtureOfExperts
+from tidewheel.models.moe.experts import local_part
 
 BEST_OF_GROUP = 2
 """Scores that add up to the score of a group (DeepSeek-V3, https://arxiv.org/abs/2412.19437 section 2.1.2)."""
@@ -94,8 +94,8 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         # a batched product, because selective checkpointing keeps its result: a recomputed choice is then the same
-        logits = torch.bmm(x_TD.float()[None], _local(self.weight).float().t()[None])[0]
-        return logits if self.bias is None else logits + _local(self.bias).float()
+        logits = torch.bmm(x_TD.float()[None], local_part(self.weight).float().t()[None])[0]
+        return logits if self.bias is None else logits + local_part(self.bias).float()
 
     def _token_choice(self, logits_TE: torch.Tensor, scores_TE: torch.Tensor) -> Choice:
         config = self.config
@@ -175,12 +175,3 @@ def _routing(choice: Choice, scores_TE: torch.Tensor) -> Routing:
     shares = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
     dropped = (choice.experts == experts).all(dim=-1).sum()
     return Routing(counts, torch.special.entr(shares).sum(), dropped)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a parameter that tensor parallelism replicates.
-
-    Each rank has the gradient through its part of the experts' inner width.
-    """
-    placements: Any = [Partial()]
-    return parameter.to_local(grad_placements=placements) if isinstance(parameter, DTensor) else parameter

@@ -43,38 +43,31 @@ class AllToAll:
             rows_RD: sorted by expert.
             counts_E: int64, rows for each of all experts; they add up to R.
         """
-        table_SE = self._received(counts_E)
-        sent, received, table = self._read(counts_E, table_SE)
+        table_SE, sent, table = self._counts(counts_E)
+        received = table.sum(dim=1).tolist()
         rows_ND = _Exchange.apply(rows_RD, self._group, sent, received)
         if self._apart:
             computed_ND = experts(rows_ND, table)
         else:
-            order, inverse = by_expert(table_SE, len(rows_ND))
+            order, inverse = _by_expert(table_SE, len(rows_ND))
             sorted_ND = experts(_Permute.apply(rows_ND, order, inverse), table_SE.sum(dim=0, keepdim=True))
             computed_ND = _Permute.apply(sorted_ND, inverse, order)
         return _Exchange.apply(computed_ND, self._group, received, sent)
 
-    def _received(self, counts_E: torch.Tensor) -> torch.Tensor:
-        """Return how many rows arrive from each source for each expert of this rank, int64 [S, E / S]."""
+    def _counts(self, counts_E: torch.Tensor) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+        """Return the rows of each source for each expert of this rank, int64 [S, E / S], on the device and on the host.
+
+        Between them are the numbers of rows that each rank gets. The host waits once.
+        """
         table_SE = torch.empty_like(counts_E).view(self._size, -1)
         dist.all_to_all_single(table_SE.view(-1), counts_E, group=self._group)
-        return table_SE
-
-    def _read(self, counts_E: torch.Tensor, table_SE: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-        """Return the rows sent to each rank, those received, and `table_SE` on the host, with one wait."""
         sent_S = counts_E.view(self._size, -1).sum(dim=1, keepdim=True)
         numbers = torch.cat((sent_S, table_SE), dim=1).cpu()
-        table = numbers[:, 1:]
-        return numbers[:, 0].tolist(), table.sum(dim=1).tolist(), table
+        return table_SE, numbers[:, 0].tolist(), numbers[:, 1:]
 
 
-def by_expert(table_SE: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stable order by expert of rows that are sorted by source, then by expert, and its inverse, int64 [N].
-
-    Args:
-        table_SE: int64, rows of each source for each expert.
-        rows: N, their sum.
-    """
+def _by_expert(table_SE: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stable order by expert of N rows that are sorted by source, then by expert, and its inverse."""
     experts = torch.arange(table_SE.shape[1], device=table_SE.device).expand_as(table_SE).flatten()
     order = experts.repeat_interleave(table_SE.flatten(), output_size=rows).argsort(stable=True)
     inverse = torch.empty_like(order)

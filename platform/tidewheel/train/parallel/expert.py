@@ -31,12 +31,10 @@ class ShardedExperts:
 
     Args:
         mesh: the ranks with the same experts, after replicas with HSDP. In reproducible mode it has only the shards.
-        sources: number of ranks whose rows an expert computes.
         sums: of reproducible mode, creates the sum of the gradients of a layer's experts.
     """
 
     mesh: DeviceMesh
-    sources: int
     sums: Callable[[], OrderedSum] | None = None
 
     @classmethod
@@ -48,10 +46,10 @@ class ShardedExperts:
             order: of reproducible mode.
         """
         if order is None:
-            return cls(mesh.expert_shard_mesh(), mesh.expert)
+            return cls(mesh.expert_shard_mesh())
         near = Group.experts(mesh)
         far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
-        return cls(mesh.expert_shard_mesh(replicate=False), mesh.expert, lambda: OrderedSum(order, near, far))
+        return cls(mesh.expert_shard_mesh(replicate=False), lambda: OrderedSum(order, near, far))
 
 
 def apply(part: nn.Module, mesh: Mesh, *, reproducible: bool) -> None:

@@ -30,7 +30,8 @@ from tidewheel.models.moe.experts import Experts
 from tidewheel.train import fp8
 from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks
 from tidewheel.train.parallel.expert import ShardedExperts, placement
-from tidewheel.train.parallel.ordered_reduce import OrderedReduceScatter, reduce_by_source
+from tidewheel.train.parallel.expert_reduce import reduce_by_source
+from tidewheel.train.parallel.ordered_reduce import OrderedReduceScatter
 from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 

@@ -21,13 +21,12 @@ from typing import Any, ClassVar
 import torch
 from torch._compile import _disable_dynamo
 
-from tidewheel.models.moe.experts import Activation, Arithmetic, add_bias, grouped_product
+from tidewheel.models.moe.experts import Activation, Arithmetic, add_bias, clamped_swiglu, grouped_product
 from tidewheel.train.reproducible.exchange import PartialSum
 from tidewheel.train.reproducible.tree import Node
 
 Keep = Callable[[int, Sequence[torch.Tensor]], None]
-"""Takes the number of a piece of a parameter, which is some of its experts, and the piece's gradient from each source,
-[experts, ...]."""
+"""Takes the number of a piece of a parameter, which is some of its experts, and the piece's gradient by source."""
 
 
 class BySource(Arithmetic):
@@ -66,24 +65,22 @@ class BySource(Arithmetic):
         if rows_RN.device.type in self.LOOPED:
             products = _Loop.apply(rows_RN, weight_EMN, counts_GE.flatten().tolist(), keep)
         else:
-            weights, counts = _per_source(weight_EMN, len(counts_GE), keep), counts_GE.to(rows_RN.device)
+            weights, counts = _PerSource.apply(weight_EMN, len(counts_GE), keep), counts_GE.to(rows_RN.device)
             parts = rows_RN.split(counts_GE.sum(dim=1).tolist()) if len(counts_GE) > 1 else (rows_RN,)
             products = torch.cat([grouped_product(*operands) for operands in zip(parts, weights, counts)])
         if bias_EM is None:
             return products
-        biases = _per_source(bias_EM, len(counts_GE), partial(self._add, f"{name}_bias"))
+        biases = _PerSource.apply(bias_EM, len(counts_GE), partial(self._add, f"{name}_bias"))
         return add_bias(products, torch.cat(biases), counts_GE.flatten().to(rows_RN.device))
 
     def activate(self, kind: Activation, gate_RF: torch.Tensor, up_RF: torch.Tensor,
                  counts_GE: torch.Tensor) -> torch.Tensor:
-        whole = super().activate
         if gate_RF.device.type != "cpu":  # other devices compute all elements in the same way
-            return whole(kind, gate_RF, up_RF, counts_GE)
+            return super().activate(kind, gate_RF, up_RF, counts_GE)
         sizes = counts_GE.flatten().tolist()
         if kind == "silu":
             return _GatedSilu.apply(gate_RF, up_RF, sizes)
-        return torch.cat([whole(kind, gate, up, counts_GE)
-                          for gate, up in zip(gate_RF.split(sizes), up_RF.split(sizes))])
+        return torch.cat([clamped_swiglu(*parts) for parts in zip(gate_RF.split(sizes), up_RF.split(sizes))])
 
     def _add(self, name: str, piece: int, gradients: Sequence[torch.Tensor]) -> None:
         assert self.new_sum is not None, "nothing reduces the gradients of several sources"
@@ -131,12 +128,9 @@ class _Loop(torch.autograd.Function):
         return to_rows, to_weight, None, None
 
 
-def _per_source(parameter: torch.Tensor, sources: int, keep: Keep) -> tuple[torch.Tensor, ...]:
-    """Return a parameter for each source. If there are several, their gradients go to `keep` in one piece."""
-    return (parameter,) if sources == 1 else _PerSource.apply(parameter, sources, keep)
-
-
 class _PerSource(torch.autograd.Function):
+    """A parameter for each source. If there are several, their gradients go to `keep` in one piece."""
+
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, sources: int, keep: Keep) -> tuple[torch.Tensor, ...]:
         ctx.keep = keep
@@ -144,8 +138,9 @@ class _PerSource(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        ctx.keep(0, grad_outputs)
-        return torch.empty_like(grad_outputs[0]), None, None
+        if len(grad_outputs) > 1:
+            ctx.keep(0, grad_outputs)
+        return grad_outputs[0], None, None
 
 
 class _GatedSilu(torch.autograd.Function):
