@@ -1,24 +1,31 @@
 """Train every model family on the same tokens, and compare mixtures of experts with dense models of equal active FLOPs.
 
-    python -m tests.benchmarks.families [--quick] [--steps 300] [--only TEXT] [--output FOLDER]
+    nice -n 10 python -m tests.benchmarks.families [--steps 600] [--only NAME,NAME] [--output FOLDER]
 
 The shape is that of GPT-2 124M (https://github.com/karpathy/nanoGPT, config/train_gpt2.py: heads of 64, a feed-forward
-of 4 widths, dropout 0) scaled down to a width of 128 and 4 layers, with rows of 256 tokens. Each family keeps what
-makes it a family (norms, positions, windows, experts) from its preset `debug`. The feed-forward of a mixture has as
-many active matrix entries as the dense one of Llama. A pipeline makes the shards from ../shared/corpus; `--quick` takes
-few documents and steps. All families see the same batches, and a single process trains them one after the other. The
-exit code is 1 if a family does not beat the unigram entropy of the training split.
+of 4 widths, tied embeddings, dropout 0) scaled down to a width of 128 and 2 layers, with rows of 256 tokens. Each
+family keeps what makes it a family: norms, positions, windows, latent attention, experts. All begin with a standard
+deviation of 1 / sqrt(width), because the 0.02 of many families is for larger widths, and with one base of RoPE. The
+width of a feed-forward, or of an expert, is chosen so that the FLOPs of a token are those of Llama. A mixture has 8
+experts, and each token uses 2 of them. It is compared with a dense model that differs in nothing else: of Mixtral that
+is Llama, of Qwen 3 MoE it is Qwen 3, and of the others it is the same family with one expert, which computes every
+token.
+
+A pipeline makes the shards from ../shared/corpus. All models see the same batches in the same order with the same
+settings, and one process trains them one after the other on one thread. A model that was trained in the output folder
+is not trained again, so an interrupted benchmark goes on where it was. The exit code is 1 if FLOPs differ by more than
+2 %, if a validation loss is not below that of the bigram model counted on the whole training split, if it is more than
+`REACH` above Llama's, if a mixture is above its dense counterpart, or if a router has not balanced its experts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import tidewheel as tw
 from tidewheel import storage
@@ -33,98 +40,215 @@ from tidewheel.train.record import read_result
 from tidewheel.train.runtime import Runtime
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared"
-LENGTH, VOCABULARY = 256, 2048
-DIM, LAYERS, HEADS, INNER = 128, 4, 2, 384
-"""Width, layers, heads of 64, and the inner width of a gated feed-forward: 3 widths of 3 matrices cost as much as 4.5
-of GPT-2's two."""
+LENGTH, VOCABULARY = 256, 512
+DIM, LAYERS, HEADS, INNER = 128, 2, 2, 384
+"""Width, layers, heads of 64, and the inner width of Llama's gated feed-forward: 3 widths of 3 matrices cost as much as
+4.5 of GPT-2's two."""
 EXPERTS, PER_TOKEN = 8, 2
+BALANCING_RATE = 0.01
+"""Step of a selection bias. With the 0.001 of DeepSeek-V3, whose runs are long, all tokens of a layer chose the same
+two experts after 40 steps: the bias did not catch up with the router."""
+SEQUENCES, STEPS = 4, 600
+"""Rows of a batch, 1,024 tokens, and steps. Small batches learn more from few tokens: with batches of 4,096 tokens, no
+family had left the unigram entropy after 164,000."""
+TOLERANCE = 0.02
+"""Largest difference of FLOPs a token from Llama's, as a share."""
+REACH = 0.25
+"""Largest distance of a family's validation loss above Llama's, in nats a token."""
+BUSIEST = 2.0
+"""Largest load of the busiest expert over the mean, averaged over layers and the last tenth of the steps; 4 is the most
+that is possible."""
+BASE = "llama"
+"""Model with which all others are compared."""
+ONE = ", one expert"
+"""End of the name of a mixture's dense counterpart in the same family."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"qk_norm": False}), "qwen3": ("llama", {"qk_norm": True}), "gemma2": ("gemma", {}),
+    "gemma3": ("gemma", {"preset": "debug_3", "local_rope_theta": None})}
+"""Names of the models of families that have several: the family and its settings."""
+DENSE = {"mixtral": "llama", "qwen3_moe": "qwen3"}
+"""Dense counterparts that are families of their own."""
+LATENT = {"query_rank": 96, "key_rank": 64, "plain_head_dim": 40, "turning_head_dim": 24, "value_head_dim": 64}
+"""Latent attention with heads of 64 and as many matrix entries as Llama's attention."""
 
 
-def shapes() -> dict[str, dict[str, Any]]:
-    """Return the settings of `model` of each family, by name."""
-    return {family: _shape(family) for family in families.KIND.built_in()}
+def shapes() -> dict[str, Model]:
+    """Return the models by name: every family, and the dense counterparts of mixtures."""
+    named = [name for name in families.KIND.built_in() if name not in {kind for kind, _ in VARIANTS.values()}]
+    cases = {**VARIANTS, **{name: (name, {}) for name in named}}
+    models = {name: model_of(kind, changes) for name, (kind, changes) in cases.items()}
+    for name, model in list(models.items()):
+        if model.layer_costs(0).experts and name not in DENSE:
+            models[name + ONE] = model_of(name, {"num_experts": 1, "experts_per_token": 1, "shared_experts": 0,
+                                                 "weight_scale": 1.0})
+    return models
 
 
-def _shape(family: str) -> dict[str, Any]:
+def model_of(family: str, changes: dict[str, Any]) -> Model:
+    """Return the scaled-down model of a family whose FLOPs a token are closest to Llama's.
+
+    Args:
+        family: name of the family.
+        changes: settings that differ from those of all families.
+    """
     kind: type[Model] = families.KIND.find(family)
-    debug = next(preset for preset in kind.PRESETS if preset.startswith("debug"))
     values: dict[str, Any] = {
-        "preset": debug, "dim": DIM, "num_layers": LAYERS, "num_heads": HEADS, "num_kv_heads": HEADS,
-        "ffn_dim": INNER, "max_sequence_length": LENGTH, "tie_embeddings": True, "vocabulary_size": VOCABULARY}
-    inputs = kind.FEED_FORWARD.inputs
-    if inputs == 1:  # two matrices in the place of three
-        values["ffn_dim"] = INNER * 3 // 2
-    if "sliding_window" in kind.model_fields:
+        "preset": "debug", "dim": DIM, "num_layers": LAYERS, "num_heads": HEADS, "num_kv_heads": HEADS,
+        "max_sequence_length": LENGTH, "tie_embeddings": True, "vocabulary_size": VOCABULARY,
+        "init_std": DIM**-0.5, "rope_theta": 1e4}
+    fields = kind.model_fields
+    if "sliding_window" in fields:
         values["sliding_window"] = LENGTH // 2
-    if "num_experts" in kind.model_fields:
-        shared = kind.model_validate(values).model_dump()["shared_experts"]
-        values |= {"num_experts": EXPERTS, "experts_per_token": PER_TOKEN, "first_dense_layers": 0,
-                   "expert_ffn_dim": INNER // (PER_TOKEN + shared), "expert_groups": 1, "groups_per_token": 1}
-    return {"kind": family, **values}
+    if "key_rank" in fields:
+        values |= LATENT
+    if "num_experts" in fields:
+        values |= {"num_experts": EXPERTS, "experts_per_token": PER_TOKEN, "first_dense_layers": 0, "expert_groups": 1,
+                   "groups_per_token": 1, "balancing_rate": BALANCING_RATE}
+    inner = "expert_ffn_dim" if "num_experts" in fields else "ffn_dim"
+    values |= changes
+    if (family, changes) == VARIANTS[BASE]:
+        return families.KIND.build(family, {**values, inner: INNER})
+    goal = flops(model_of(*VARIANTS[BASE]))
+    narrow, wide = (flops(families.KIND.build(family, {**values, inner: width})) for width in (64, 128))
+    width = 64 + 64 * (goal - narrow) / (wide - narrow)
+    return families.KIND.build(family, {**values, inner: 4 * round(width / 4)})  # grouped products need 16 bytes
 
 
-def pipeline(quick: bool) -> tw.Pipeline:
+def flops(model: Model) -> int:
+    """Return the training FLOPs of a token, by the family's own count."""
+    return model.flops_per_token(VOCABULARY, LENGTH)
+
+
+def pipeline() -> tw.Pipeline:
     """Return the pipeline of the shards that all families read."""
-    return (tw.Pipeline("families").set(max_bad_fraction=0.01).read("dev-00000.jsonl.gz" if quick else "*.jsonl.gz")
+    return (tw.Pipeline("families").set(max_bad_fraction=0.01).read("*.jsonl.gz")
             .filter(tw.filters.gopher_quality(), tw.filters.gopher_repetition()).dedup_exact()
-            .tokenize(train={"vocabulary_size": VOCABULARY}).pack(sequence_length=LENGTH, validation_fraction=0.02))
+            .tokenize(train={"vocabulary_size": VOCABULARY})
+            .pack(sequence_length=LENGTH, validation_fraction=0.02))
 
 
-def settings(model: dict[str, Any], name: str, data: str, output: str, steps: int) -> TrainConfig:
-    """Return the configuration of a family's run: nanoGPT's recipe, with a rate for this width."""
+def settings(model: Model, name: str, data: str, output: str, steps: int) -> TrainConfig:
+    """Return the configuration of a model's run: nanoGPT's recipe, with a rate for this width.
+
+    Args:
+        model: from `shapes`.
+        name: of the model.
+        data: folder of the pipeline's output.
+        output: folder of the benchmark.
+        steps: number of steps.
+    """
     return build(TrainConfig, {
-        "run": {"id": name, "uri": f"{output}/runs"}, "steps": steps, "seed": 1, "model": model,
+        "run": {"id": name.replace(ONE, "-dense"), "uri": f"{output}/runs-{steps}"}, "steps": steps, "seed": 1,
+        "model": model.shape(),
         "data": {"uri": f"{data}/shards", "validation": f"{data}/validation", "seed": 1},
-        "optimizer": {"learning_rate": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_norm": 1.0},
+        "optimizer": {"learning_rate": 4e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_norm": 1.0},
         "schedule": {"warmup_steps": max(1, steps // 20)},
-        "batch": {"global_sequences": 16, "micro_sequences": 8, "virtual_ranks": 1},
-        "evaluation": {"sequences": 100, "sample_tokens": 0}, "checkpoint": {"every_steps": 0},
-        "elastic": {"max_workers": 1, "cpus_per_worker": torch.get_num_threads()}})
+        "batch": {"global_sequences": SEQUENCES, "micro_sequences": SEQUENCES, "virtual_ranks": 1},
+        "evaluation": {"sequences": 200, "sample_tokens": 0}, "checkpoint": {"every_steps": 0},
+        "elastic": {"max_workers": 1, "cpus_per_worker": 1}})
 
 
-def trained(name: str, config: TrainConfig) -> dict[str, Any]:
-    """Train a family, or read the result of a run that is complete, and return its row of the table."""
-    began = time.monotonic()
+def trained(config: TrainConfig) -> tuple[float, int]:
+    """Train a model, unless its run is complete, and return its validation loss and the number of tokens."""
     if read_result(storage.store(config.run_uri)) is None:
         train(config, Runtime())
     result = read_result(storage.store(config.run_uri))
     assert result is not None
     assert result.validation_loss is not None
-    model = config.model
-    flops = model.flops_per_token(VOCABULARY, LENGTH)
-    return {"family": name, "parameters": f"{model.parameters(VOCABULARY):,}",
-            "active": f"{model.matmul_parameters(VOCABULARY):,}", "MFLOPs a token": round(flops / 1e6, 1),
-            "tokens": f"{result.tokens:,}", "validation loss": round(result.validation_loss, 3),
-            "minutes": round((time.monotonic() - began) / 60, 1)}
+    return result.validation_loss, result.tokens
+
+
+def busiest(config: TrainConfig) -> float | None:
+    """Return the load of the busiest expert over the mean at the end of a run; see `BUSIEST`. None: it has none."""
+    records = [json.loads(line) for line in Path(config.run_uri, "metrics.jsonl").read_text().splitlines()]
+    loads = [record["expert_load_mean_max"] for record in records if record.get("step", 0) > 0.9 * config.steps
+             and "expert_load_mean_max" in record]
+    return sum(loads) / len(loads) if loads else None
+
+
+def dense_counterpart(name: str) -> str:
+    """Return the name of the dense model that a mixture is compared with."""
+    return DENSE.get(name, name + ONE)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Losses of the models, and what they are compared with."""
+
+    losses: dict[str, float]
+    """Validation loss by name, nats a token."""
+    flops: dict[str, int]
+    """FLOPs a token by name, Llama's included."""
+    bigram: float
+    """Validation loss of the bigram model."""
+    busiest: dict[str, float]
+    """Load of the busiest expert over the mean, of mixtures."""
+
+    def faults(self) -> list[str]:
+        """Return what misses the goal, a sentence each."""
+        said = []
+        base = self.losses.get(BASE)
+        for name, loss in self.losses.items():
+            off = self.flops[name] / self.flops[BASE] - 1
+            if abs(off) > TOLERANCE:
+                said.append(f"{name}: its FLOPs a token are {off:+.1%} from Llama's")
+            if loss >= self.bigram:
+                said.append(f"{name}: {loss:.3f} is not below the bigram model's {self.bigram:.3f}")
+            if base is not None and loss > base + REACH:
+                said.append(f"{name}: {loss:.3f} is more than {REACH} above Llama's {base:.3f}")
+            dense = self.losses.get(dense_counterpart(name))
+            if dense is not None and loss > dense:
+                said.append(f"{name}: {loss:.3f} is above the {dense:.3f} of its dense counterpart")
+            if self.busiest.get(name, 1.0) > BUSIEST:
+                said.append(f"{name}: its busiest expert has {self.busiest[name]:.2f} times the mean load")
+        return said
+
+    def row(self, name: str, model: Model) -> dict[str, str]:
+        """Return a model's row of the table."""
+        loss, dense = self.losses[name], dense_counterpart(name)
+        return {"model": name, "parameters": f"{model.parameters(VOCABULARY):,}",
+                "active": f"{model.matmul_parameters(VOCABULARY):,}",
+                "MFLOPs a token": f"{self.flops[name] / 1e6:.2f}", "loss": f"{loss:.3f}",
+                "beside dense": f"{loss - self.losses[dense]:+.3f} ({dense})" if dense in self.losses else "",
+                "busiest expert": f"{self.busiest[name]:.2f}" if self.busiest.get(name, 1.0) > 1.0 else ""}
 
 
 def main() -> int:
-    """Make the shards, train the families and print the table."""
+    """Make the shards, train the models and print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true")
-    arguments.add_argument("--steps", type=int, default=0, help="default: 300, or 20 with --quick")
-    arguments.add_argument("--only", default="", help="families whose name contains this")
+    arguments.add_argument("--steps", type=int, default=STEPS)
+    arguments.add_argument("--only", default="", help="names of models, separated by commas; default: all")
     arguments.add_argument("--output", default="families-output")
     options = arguments.parse_args()
     if not (SHARED / "corpus").is_dir():
         raise SystemExit(f"no documents in {SHARED}/corpus")
-    corpus, output = pipeline(options.quick), str(Path(options.output).resolve())
+    models = shapes()
+    names = options.only.split(",") if options.only else list(models)
+    if unknown := set(names) - set(models):
+        raise SystemExit(f"no models {sorted(unknown)}; there are {', '.join(models)}")
+    corpus, output = pipeline(), str(Path(options.output).resolve())
     with session(None) as address:
         published = tw.Workflow("families", corpus).run(output, input=str(SHARED / "corpus"), address=address)
     summary = published.pipelines["families"]
-    steps = options.steps or (20 if options.quick else 300)
-    table = []
-    for name, model in shapes().items():
-        if options.only in name:
-            config = settings(model, f"{name}-{steps}", summary.output, output, steps)
-            table.append(trained(name, config))
-            print(f"{name}: {table[-1]['validation loss']}", flush=True)
-    unigram = summary.value["ngram_entropy"]["unigram_model"]
-    print_table(table, title=f"{steps} steps of 4,096 tokens; unigram entropy {unigram:.3f} nats a token")
-    worse = [row["family"] for row in table if row["validation loss"] >= unigram]
-    if worse:
-        print(f"not below the unigram entropy: {', '.join(worse)}")
-    return 1 if worse and not options.quick else 0
+    runs = {name: settings(models[name], name, summary.output, output, options.steps) for name in names}
+    losses: dict[str, float] = {}
+    loads: dict[str, float] = {}
+    tokens = 0
+    for name, config in runs.items():
+        losses[name], tokens = trained(config)
+        print(f"{name}: {losses[name]:.3f}", flush=True)
+        if (load := busiest(config)) is not None:
+            loads[name] = load
+    counted = summary.value["ngram_entropy"]
+    counts = {name: flops(model) for name, model in models.items()}
+    measured = Measured(losses, counts, counted["bigram_model"], loads)
+    print_table([measured.row(name, models[name]) for name in names],
+                title=f"{tokens:,} tokens; validation loss of the unigram model {counted['unigram_model']:.3f}, of the "
+                      f"bigram model {counted['bigram_model']:.3f} nats a token")
+    faults = measured.faults()
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -210,6 +210,12 @@ def test_presets_have_the_published_number_of_parameters(case: tuple[str, str, i
     assert families.KIND.build(family, {"preset": preset}).parameters(vocabulary) == published
 
 
+def test_a_family_is_one_small_file():
+    for family in families.KIND.built_in():
+        file = Path(families.__file__).with_name(f"{family}.py")
+        assert len(file.read_text().splitlines()) <= 200, family
+
+
 UNCAPPED = {"attention_soft_cap": None}  # a CPU keeps capped scores, flex does not
 
 
