@@ -27,8 +27,8 @@ from tidewheel.models.family import Model
 from tidewheel.models.initial_values import init_parameter
 
 VOCABULARY = 96
-SHAPE = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 128, "qk_norm": False,
-         "init_std": 0.08}
+SHAPE = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 128, "init_std": 0.08}
+EXPERTS: dict[str, Any] = {"kind": "mixtral", "num_experts": 4, "experts_per_token": 2, "balancing": "none"}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOLERANCE = 1e-6
 """Largest difference, as a share of the largest value."""
@@ -76,6 +76,8 @@ def peft_kinds() -> dict[str, Any]:
         "LoRA": lora(), "rsLoRA": lora(use_rslora=True), "DoRA": lora(use_dora=True),
         "LoRA, ranks by pattern": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"down_proj": 4}),
         "LoRA of the embedding": lora(target_modules=["embed_tokens", "v_proj"]),
+        "LoRA of experts": lora(target_modules=["q_proj"], target_parameters=[
+            "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
         "PiSSA": lora(init_lora_weights="pissa"),
         "IA3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"],
                          task_type="CAUSAL_LM"),
@@ -88,7 +90,8 @@ def compare(kind: str, config: Any) -> Row:
     from peft import PeftModel, get_peft_model
 
     torch.manual_seed(0)
-    model, reference = models()
+    shape = EXPERTS if getattr(config, "target_parameters", None) else {}
+    model, reference = models(**shape)
     theirs = get_peft_model(reference, config)
     if kind == "PiSSA":  # peft has changed the base; ours stays, and has the start as constants
         return _compare_pissa(theirs)
@@ -105,7 +108,7 @@ def compare(kind: str, config: Any) -> Row:
     gradients = _gradients(model, theirs, adapter)
     with tempfile.TemporaryDirectory() as folder:
         peft_files.write(storage.store(folder), model.config, adapter, values)
-        again = PeftModel.from_pretrained(models()[1], folder).eval()
+        again = PeftModel.from_pretrained(models(**shape)[1], folder).eval()
         read = _share(again(input_ids=tokens).logits[:, -tokens.shape[1]:], ours_logits)
     merged = None
     if kind not in ("prefix tuning", "prompt tuning"):
@@ -165,12 +168,15 @@ def models(**shape: Any) -> tuple[Decoder, nn.Module]:
     """
     from transformers import AutoModelForCausalLM
 
-    config = families.KIND.build("llama", {**SHAPE, **shape})
+    settings = {"kind": "llama", "qk_norm": False, **SHAPE, **shape}
+    if settings["kind"] != "llama":
+        del settings["qk_norm"]
+    config = families.KIND.build(str(settings.pop("kind")), settings)
     model = Decoder(config, VOCABULARY)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(init_parameter(name, parameter.shape, config, 1))
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    state = model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         huggingface.write(storage.store(folder), config, VOCABULARY, lambda _: state)
         reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32).eval()
@@ -178,7 +184,7 @@ def models(**shape: Any) -> tuple[Decoder, nn.Module]:
 
 
 def _linear_names(config: Model) -> dict[str, str]:
-    from tidewheel.models.adapting.peft_forms import their_modules
+    from tidewheel.models.adapting.peft_names import their_modules
 
     return {ours: theirs for ours, theirs in their_modules(config).items() if ours != "embedding"}
 
@@ -215,6 +221,10 @@ def _gradients(model: Decoder, theirs: Any, adapter: Any) -> float:
     worst = 0.0
     for name, gradient in ours.items():
         expected = their_gradients[name if name in their_gradients else f"{name}.weight"]
+        if name.endswith(".lora_A.weight") and ".experts." in name:  # the sum over the parts that share it
+            gradient = gradient.unflatten(0, (EXPERTS["num_experts"], -1, 4)).sum(dim=1).flatten(0, 1)
+        elif ".experts." in name:
+            gradient = gradient.unflatten(1, (-1, 4, EXPERTS["num_experts"])).sum(dim=1).flatten(1)
         rows = gradient[tuple(slice(size) for size in expected.shape)] if constants else gradient
         worst = max(worst, (rows - expected).abs().max().item() / largest)
     return worst
@@ -223,9 +233,10 @@ def _gradients(model: Decoder, theirs: Any, adapter: Any) -> float:
 def _weights_differ(model: Decoder, whole: nn.Module) -> float:
     theirs = dict(whole.named_parameters())
     worst = 0.0
-    for name, parameter in model.named_parameters():
-        expected = theirs[huggingface.their_name(name, model.config)]
-        worst = max(worst, _share(parameter, expected))
+    ours = dict(model.named_parameters())
+    for one in huggingface.conversions(model.config, list(ours), theirs):
+        for name, value in zip(one.theirs, one.to_theirs([ours[name] for name in one.ours])):
+            worst = max(worst, _share(value, theirs[name]))
     return worst
 
 

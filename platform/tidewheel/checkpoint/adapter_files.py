@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tidewheel import storage
-from tidewheel.checkpoint import conversion
+from tidewheel.checkpoint import conversion, tokenizer_files
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
@@ -66,27 +66,59 @@ def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
     return as_json(adapter)
 
 
-def merge_run(uri: str, out: str) -> int:
-    """Write the base of an adapter's run, with the adapter merged, as a checkpoint of step 0; return its parameters.
+def merge_run(uri: str, out: str, *, tokenizer: str = "", chat_template: str = "") -> tuple[int, str]:
+    """Write the base of an adapter's run, with the adapter merged, as a checkpoint of step 0.
 
-    Another training starts from it with `model.init_from`.
+    The tokenizer's files and the chat template are put beside it, as beside an imported model. Another training starts
+    from it with `model.init_from`.
 
     Args:
         uri: a run (its newest complete checkpoint), or one checkpoint.
         out: the run to write.
+        tokenizer: a tokenizer.json; default: that of the run's shard set.
+        chat_template: a Jinja file; default: that of the run's conversations.
+
+    Returns:
+        The number of parameters, and why there is no tokenizer beside them; "" if there is one.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or the base is missing or another one.
-        ConfigError: the checkpoint holds a whole model, or the adapter cannot be merged.
+        ConfigError: the checkpoint holds a whole model, the adapter cannot be merged, or there is no such file.
         StorageError: `out` cannot be written to.
     """
     checkpoints, name, manifest = _adapter_run(uri)
     config, rows = conversion.model_of(manifest, checkpoints.at(name))
-    names = list(huggingface.parameter_shapes(config, rows))
+    beside, reason = _tokenizer(uri, manifest, tokenizer, chat_template)
+    names = list(huggingface.weight_shapes(config, rows))
     weights = conversion.read_weights(checkpoints, name, manifest, names)
     _save(out, weights, {"identity": {"model": config.shape()},
                          "merged": {"from": checkpoints.at(name), "time": time.time()}})
-    return sum(weight.numel() for weight in weights.values())
+    target = storage.store(out)
+    for file, content in beside.files.items():
+        target.write(file, content)
+    if beside.ends:
+        target.write_json(huggingface.GENERATION, {"eos_token_id": list(beside.ends)})
+    return sum(weight.numel() for weight in weights.values()), reason
+
+
+def _tokenizer(uri: str, manifest: CheckpointManifest, tokenizer: str,
+               chat_template: str) -> tuple[tokenizer_files.TokenizerFiles, str]:
+    """Return the tokenizer's files of an adapter's run or of its base, and why there are none."""
+    base = base_of(manifest)
+    sources = [uri, base.uri] if base is not None and base.uri else [uri]
+    reason = "the run has none"
+    for source in sources:
+        run, _, _ = locate(source)
+        try:
+            beside = tokenizer_files.of_run(run, tokenizer, chat_template)
+        except ConfigError as error:
+            if tokenizer or chat_template:
+                raise
+            reason = str(error).splitlines()[0]
+            continue
+        if beside.files:
+            return beside, ""
+    return tokenizer_files.TokenizerFiles({}), reason
 
 
 def _adapter_run(uri: str) -> tuple[Store, str, CheckpointManifest]:

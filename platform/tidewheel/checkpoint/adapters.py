@@ -73,6 +73,26 @@ class Base:
             tensor.copy_(values[name])
 
 
+def read_base(base: Base, config: Model, shapes: dict[str, torch.Size], checkpoints: Store, name: str,
+              manifest: CheckpointManifest, read: Read) -> dict[str, torch.Tensor]:
+    """Return what an adapter was trained on: its base, whose buffers (biases that balance experts) may have moved.
+
+    Args:
+        base: of the checkpoint.
+        config: of the model.
+        shapes: of the parameters and buffers to return, by name.
+        checkpoints: the run's `checkpoints` folder.
+        name: the checkpoint.
+        manifest: its manifest.
+        read: reads a checkpoint.
+
+    Raises:
+        CheckpointError: see `Base.read`.
+    """
+    moved = [path for path in shapes if f"model/{path}" in manifest.tensors]
+    return {**base.read(config, shapes, read), **read(checkpoints, name, manifest, moved)}
+
+
 def base_of(manifest: CheckpointManifest) -> Base | None:
     """Return the base of an adapter's checkpoint; None: the checkpoint holds a whole model."""
     base: dict[str, Any] | None = manifest.extra.get("base")

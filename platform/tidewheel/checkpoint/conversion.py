@@ -13,15 +13,15 @@ import yaml
 
 from tidewheel import storage
 from tidewheel.checkpoint import tokenizer_files
-from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
+from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of, read_base
 from tidewheel.checkpoint.dcp import Reader, load_planner
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.errors import CheckpointError, ConfigError, StorageError
 from tidewheel.models import families, huggingface
-from tidewheel.models.adapter import MARK
 from tidewheel.models.adapting import merge
+from tidewheel.models.adapting.names import by_module, parameter_name, weight_name
 from tidewheel.models.family import Model
 from tidewheel.storage import Store
 from tidewheel.stores import versioned
@@ -202,12 +202,15 @@ def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
     base = base_of(manifest)
     if base is not None:
         config, rows = model_of(manifest, checkpoints.at(name))
-        shapes = huggingface.parameter_shapes(config, rows)
-        others = {f"{parameter.rpartition('.')[0]}{MARK}" for parameter in shapes.keys() - set(names)}
+        shapes = huggingface.weight_shapes(config, rows)
+        others = shapes.keys() - set(names)
         shapes = {key: shape for key, shape in shapes.items() if key in names}
-        values = adapter_values(checkpoints, name, manifest, read_stored)
-        values = {key: value for key, value in values.items() if not key.startswith(tuple(others))}
-        return merge.merged(base.read(config, shapes, read_stored), adapter_of(manifest), values)
+        values: dict[str, torch.Tensor] = {}
+        for module, parts in by_module(adapter_values(checkpoints, name, manifest, read_stored)).items():
+            if weight_name(module, others) is None:  # of one that is asked for
+                values |= {parameter_name(module, key): value for key, value in parts.items()}
+        return merge.merged(read_base(base, config, shapes, checkpoints, name, manifest, read_stored),
+                            adapter_of(manifest), values)
     return read_stored(checkpoints, name, manifest, names)
 
 

@@ -107,11 +107,16 @@ def checkpoint_export(
 def checkpoint_merge(
     source: Annotated[str, Parameter(help="URI of a run that trained an adapter, or of one of its checkpoints.")],
     out: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint of the whole model.")],
+    *,
+    tokenizer: Annotated[str, Parameter(help="A tokenizer.json; default: that of the run's shard set.")] = "",
+    chat_template: Annotated[str, Parameter(help="A Jinja file; default: that of the run's conversations.")] = "",
 ) -> int:
     """Merge an adapter into its base. Training starts from the result with model.init_from."""
     from tidewheel.checkpoint.adapter_files import merge_run
 
-    print(f"{out}: {merge_run(source, out):,} parameters; start from them with --set model.init_from={out}")
+    parameters, reason = merge_run(source, out, tokenizer=tokenizer, chat_template=chat_template)
+    beside = f"without a tokenizer ({reason}): give one with --tokenizer" if reason else "with its tokenizer"
+    print(f"{out}: {parameters:,} parameters, {beside}; start from them with --set model.init_from={out}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -23,6 +24,11 @@ def generate(
                                     "the standard input is a turn of the user.")] = False,
     messages: Annotated[str, Parameter(help="With --chat: a JSON file with the messages instead. Each turn of the user "
                                             "without an answer is answered.")] = "",
+    adapter: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Adapter of this model as "
+                       "NAME=URI: a run, one of its checkpoints, or a folder that peft wrote; may be repeated. The "
+                       "prompt is continued with each.")] = None,
+    prompts: Annotated[str, Parameter(help="A JSONL file with a prompt and the name of an adapter in each line, "
+                                           "instead of --prompt.")] = "",
     system: Annotated[str, Parameter(help="With --chat: the system's message.")] = "",
     chat_template: Annotated[str, Parameter(help="A Jinja file; default: that of the run's conversations.")] = "",
     tokens: Annotated[int, Parameter(help="Tokens to write, at most; the text may end earlier.")] = 100,
@@ -42,15 +48,31 @@ def generate(
     if chat and (special_tokens or (messages and prompt)):
         raise ConfigError("--chat takes --prompt or --messages, and makes the special tokens itself",
                           where="tidewheel generate", fix="leave one of the options out")
+    if prompts and (prompt or chat):
+        raise ConfigError("--prompts is instead of --prompt and --chat", where="tidewheel generate",
+                          fix="leave one of the options out")
+    if chat and adapter and len(adapter) > 1:
+        raise ConfigError("a conversation is held with one adapter", where="--adapter", fix="give one --adapter")
+    from tidewheel.inference.adapters import named, read_prompts
     from tidewheel.inference.writer import Writer
 
-    writer = Writer.open(source, tokenizer=tokenizer, chat_template=chat_template, device=device)
+    adapters = named(adapter or ())
+    requests = read_prompts(prompts, list(adapters)) if prompts else []
+    writer = Writer.open(source, tokenizer=tokenizer, chat_template=chat_template, device=device, adapters=adapters)
     sampling: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
                                 "seed": seed}
     if chat:
-        _converse(writer, prompt, messages, system, sampling)
-    else:
-        print(printable_lines(writer.write(prompt, special_tokens=special_tokens, **sampling)))
+        with writer.using("".join(adapters)):
+            _converse(writer, prompt, messages, system, sampling)
+        return 0
+    for request in requests:
+        with writer.using(request.adapter):
+            text = writer.write(request.text, special_tokens=special_tokens, **sampling)
+        print(json.dumps({"prompt": request.text, "adapter": request.adapter, "text": text}), flush=True)
+    for name in () if prompts else adapters or ("",):
+        with writer.using(name):
+            text = writer.write(prompt, special_tokens=special_tokens, **sampling)
+        print(f"[{name}] " * (len(adapters) > 1) + printable_lines(text), flush=True)
     return 0
 
 

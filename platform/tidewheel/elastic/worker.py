@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tidewheel.checkpoint.tiers import Placement
     from tidewheel.elastic.process_group import GenerationGroup
     from tidewheel.train.config import TrainConfig
+    from tidewheel.train.parallel.kept_base import KeptBase
     from tidewheel.train.record import TrainResult
     from tidewheel.train.run import Run
 
@@ -97,9 +98,11 @@ def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, 
 def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool,
                device: str) -> TrainResult | None:
     from tidewheel.elastic.warm import warm_up
+    from tidewheel.train.parallel.kept_base import KeptBase
     from tidewheel.train.record import read_result
 
     warm_up(run.config, deeply=endpoint.runs)
+    kept = KeptBase()
     member = Member(endpoint, name, node, spot=spot, device=device)
     members.append(member)
     error: BaseException | None = None
@@ -116,7 +119,7 @@ def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool
                     member.send(Probed(_problem(run.config)))
                 case Join() as order:
                     error = None
-                    error = _generation(run, member, order, node[:12])
+                    error = _generation(run, member, order, node[:12], kept)
                     if member.terminated:
                         end_process()
                     gc.collect()  # free the old model and its groups before the next are built
@@ -134,14 +137,14 @@ def _discard_group() -> None:
     reconfiguring.discard()
 
 
-def _generation(run: Run, member: Member, order: Join, node: str) -> BaseException | None:
+def _generation(run: Run, member: Member, order: Join, node: str, kept: KeptBase) -> BaseException | None:
     """Train in one generation until it ends; return the error that ended it."""
     from tidewheel.elastic.process_group import GenerationGroup
     from tidewheel.train.parallel.caches import StaleProcessError
 
     group = GenerationGroup()
     member.begin(order.generation, group)
-    outcome, failure = _train(run, order, node, RunControl(member, order.rank), group)
+    outcome, failure = _train(run, order, node, RunControl(member, order.rank), group, kept)
     if failure is not None:
         clear_frames(failure)  # frames of the error and its causes hold the model
     try:
@@ -154,8 +157,8 @@ def _generation(run: Run, member: Member, order: Join, node: str) -> BaseExcepti
     return failure
 
 
-def _train(run: Run, order: Join, node: str, control: RunControl,
-           group: GenerationGroup) -> tuple[Report, BaseException | None]:
+def _train(run: Run, order: Join, node: str, control: RunControl, group: GenerationGroup,
+           kept: KeptBase) -> tuple[Report, BaseException | None]:
     """Open the process group and train; return how that ended, and the error if there was one.
 
     Only frames below `_generation` hold the model, so that they can be cleared.
@@ -178,7 +181,7 @@ def _train(run: Run, order: Join, node: str, control: RunControl,
             train(run, Runtime(rank=order.rank, world_size=order.world_size, device=device,
                                generation=generation, checkpoints=checkpoints, control=control,
                                gauges=_gauges(config.run.id), node=node, history=order.past, limit=limit,
-                               sampler=text_sample, evaluated_beside=True, group=group))
+                               sampler=text_sample, evaluated_beside=True, group=group, kept=kept))
     except Preempted as preempted:
         return Report(ExitReason.PREEMPTED, saved_step=preempted.step), None
     except Exception as error:

@@ -16,7 +16,10 @@ from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, ste
 from tidewheel.checkpoint.verify import locate
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
+from tidewheel.inference.adapters import read_adapters
 from tidewheel.inference.positions import PositionScore, by_position
+from tidewheel.models.adapting import merge
+from tidewheel.models.decoder import Decoder
 from tidewheel.parts import as_json, is_own
 from tidewheel.storage import Store
 from tidewheel.train import evaluation, parallel
@@ -101,13 +104,39 @@ class Evaluator:
             CheckpointError: there is no complete checkpoint, or it is damaged.
         """
         checkpoints, name = self._load(uri)
+        return self._evaluate(checkpoints.at(name), step_of(name))
+
+    def evaluate_adapters(self, uri: str, adapters: Mapping[str, str]) -> dict[str, Evaluation]:
+        """Return the scores of a checkpoint alone, "", and with each of its adapters, by their names.
+
+        The base is in memory once. Call it once: afterwards the model has the adapters.
+
+        Args:
+            uri: as for `evaluate`, of the base.
+            adapters: URIs by name; see `read_adapters`.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be read.
+            ConfigError: an adapter is of another base.
+        """
+        checkpoints, name = self._load(uri)
+        where = checkpoints.at(name)
+        (model,) = self._model.parts
+        assert isinstance(model, Decoder)
+        merge.add_several(model, read_adapters(adapters, read_manifest(checkpoints, name), model.config, where))
+        results: dict[str, Evaluation] = {}
+        for adapter in ("", *adapters):
+            with merge.rows(model, [adapter]):
+                results[adapter] = self._evaluate(where, step_of(name))
+        return results
+
+    def _evaluate(self, checkpoint: str, step: int) -> Evaluation:
         tf32 = self._config.tf32 and not self._config.reproducible
         with fp32_products(torch.device(self._runtime.device), tf32):
             scores = evaluation.validate(self._model, self._sets, self._config, Collectives(self._runtime))
-        result = Evaluation(checkpoints.at(name), step_of(name), scores)
+        result = Evaluation(checkpoint, step, scores)
         logger.info("evaluated %s: loss %.4f", result.checkpoint, result.loss)
         return result
-
 
     def by_position(self, uri: str, edges: Sequence[int]) -> dict[str, list[PositionScore]]:
         """Return the losses of ranges of positions in their documents, by validation set.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,13 +12,15 @@ import torch
 
 from tidewheel import storage
 from tidewheel.checkpoint import conversion, tokenizer_files
-from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
+from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of, read_base
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.data.tokenize.chat_template import ChatTemplate
 from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.inference.adapters import read_adapters
 from tidewheel.inference.generate import generate
 from tidewheel.models.adapting.merge import add as add_adapter
+from tidewheel.models.adapting.merge import add_several, rows
 from tidewheel.models.decoder import Decoder
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
 from tidewheel.shards.tokenizer.huggingface import HuggingFace
@@ -36,6 +40,7 @@ class Writer:
         tokenizer: of the run's shard set.
         context: longest sequence that the model is given.
         template: chat template of the run's conversations; None if it has none.
+        adapters: names of the adapters that `using` takes.
     """
 
     checkpoint: str
@@ -43,9 +48,11 @@ class Writer:
     tokenizer: Encoder
     context: int
     template: ChatTemplate | None = None
+    adapters: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, uri: str, *, tokenizer: str = "", chat_template: str = "", device: str = "") -> Writer:
+    def open(cls, uri: str, *, tokenizer: str = "", chat_template: str = "", device: str = "",
+             adapters: Mapping[str, str] | None = None) -> Writer:
         """Load the model of a checkpoint, whichever layout wrote it, and check the hash of every file.
 
         Args:
@@ -53,10 +60,12 @@ class Writer:
             tokenizer: file of the tokenizer; default: that of the run's shard set, or the one beside an imported model.
             chat_template: a Jinja file; default: the template of the run's conversations, if it has any.
             device: default: the first GPU if there is one, else the CPU.
+            adapters: of this model, which must be their base: URIs by name; see `read_adapters`.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or it is damaged.
-            ConfigError: there is no tokenizer or no such template, or the tokenizer does not fit the model.
+            ConfigError: there is no tokenizer or no such template, the tokenizer does not fit the model, or an adapter
+                is of another base.
         """
         run, checkpoints, name = locate(uri)
         manifest = read_manifest(checkpoints, name)
@@ -76,13 +85,21 @@ class Writer:
         if (base := base_of(manifest)) is None:
             model.load_state_dict(conversion.read_weights(checkpoints, name, manifest, list(shapes)), assign=True)
         else:
-            model.load_state_dict(base.read(config, shapes, conversion.read_stored), assign=True)
+            model.load_state_dict(read_base(base, config, shapes, checkpoints, name, manifest, conversion.read_stored),
+                                  assign=True)
             values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
             add_adapter(model, adapter_of(manifest), values)
+        if adapters:
+            add_several(model, read_adapters(adapters, manifest, config, checkpoints.at(name)))
         model.to(local_device(device))
         logger.info("loaded %s", checkpoints.at(name))
         context = min(context or 1 << 31, config.max_sequence_length)
-        return cls(checkpoints.at(name), model, encoder, context, template)
+        return cls(checkpoints.at(name), model, encoder, context, template, tuple(adapters or ()))
+
+    def using(self, adapter: str) -> AbstractContextManager[None]:
+        """Let the model compute with one of `adapters` inside the block; "": with none."""
+        assert not adapter or adapter in self.adapters
+        return rows(self.model, [adapter])
 
     @cached_property
     def ends(self) -> frozenset[int]:

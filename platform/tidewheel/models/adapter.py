@@ -18,7 +18,8 @@ from pydantic import Field
 
 from tidewheel.config import Setting
 from tidewheel.errors import ConfigError
-from tidewheel.models.adapting.counts import shapes_of
+from tidewheel.models.adapting.counts import expert_shapes, shapes_of
+from tidewheel.models.adapting.names import MARK as MARK
 from tidewheel.models.adapting.names import matches
 from tidewheel.parts import Part, name_of
 from tidewheel.versions import Version
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from tidewheel.models.adapting.peft_forms import Form
+    from tidewheel.models.adapting.peft_names import Form
     from tidewheel.models.decoder import Decoder
     from tidewheel.models.family import Model
 
@@ -35,8 +36,6 @@ Place = Literal["linear", "output", "attention", "embedding"]
 """Modules that an adapter can be attached to. linear: linear layers of blocks, and the embedding if `EMBEDDING`.
 output: the attention and the feed-forward as a whole. attention: the attention alone. embedding: the embedding."""
 Dimension = Literal["tensor", "pipeline", "context"]
-MARK = ".adapter."
-"""In the name of every parameter of an adapter, and of no other."""
 
 
 class Adapter(Part):
@@ -48,6 +47,10 @@ class Adapter(Part):
     """Modules that it can be attached to."""
     EMBEDDING: ClassVar[bool] = False
     """Whether it can be attached to the embedding too."""
+    EXPERTS: ClassVar[bool] = False
+    """Whether it can be attached to the stacked matrices of experts: `build` is given an `experts.StackedLinear`."""
+    PEFT: ClassVar[str] = ""
+    """Its `peft_type` in the library peft; "": peft has no such adapter."""
     WORKS_WITH: ClassVar[tuple[Dimension, ...]] = ("tensor", "pipeline", "context")
     """Kinds of parallelism that it works with, besides data parallelism."""
     CONSTANT: ClassVar[tuple[str, ...]] = ()
@@ -55,7 +58,7 @@ class Adapter(Part):
 
     targets: tuple[str, ...] = Field(default=("attention", "ffn"), min_length=1)
     """Modules to adapt: whole components of their names with `*` for any characters, such as wq, attention.w*,
-    blocks.0, ffn or embedding. Each must match a module."""
+    blocks.0, ffn, experts or embedding. Each must match a module."""
     base: Literal["plain", "nf4"] = "plain"
     """How the frozen linear layers of blocks are kept. nf4: in 4 bits with 8-bit scales, 4.13 bits a parameter, as in
     QLoRA (https://arxiv.org/abs/2305.14314)."""
@@ -83,14 +86,18 @@ class Adapter(Part):
             model: settings of the base.
             vocabulary_size: rows of its embedding.
         """
-        takes_embedding = self.EMBEDDING or self.PLACE == "embedding"
-        total = 0
-        for name, shape in shapes_of(self.PLACE, model, vocabulary_size).items():
-            if name == "embedding" and not takes_embedding:
-                continue
-            if any(matches(pattern, name) for pattern in self.targets):
-                total += self.count(name, *shape)
+        shapes = shapes_of(self.PLACE, model, vocabulary_size)
+        if not self.EMBEDDING and self.PLACE != "embedding":
+            shapes.pop("embedding", None)
+        total = sum(self.count(name, *shape) for name, shape in shapes.items() if self.chooses(name))
+        if self.EXPERTS:
+            total += sum(number * self.count(name, *shape) for name, (number, *shape) in expert_shapes(model).items()
+                         if self.chooses(name))
         return total
+
+    def chooses(self, name: str) -> bool:
+        """Return whether the targets include the module `name` of the whole model."""
+        return any(matches(pattern, name) for pattern in self.targets)
 
     def count(self, name: str, inputs: int, outputs: int) -> int:
         """Return the number of trainable parameters of one module.
@@ -134,7 +141,7 @@ class Adapter(Part):
     @classmethod
     def reads_peft(cls, settings: Mapping[str, Setting]) -> bool:
         """Return whether `from_peft` reads an adapter with this adapter_config.json."""
-        return False
+        return settings["peft_type"] == cls.PEFT
 
     @classmethod
     def from_peft(cls, settings: Mapping[str, Setting], tensors: dict[str, torch.Tensor], config: Model,

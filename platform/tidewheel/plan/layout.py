@@ -128,8 +128,18 @@ class Job:
     def optimizer_bytes(self) -> float:
         """Bytes of optimizer state per parameter, with fp32 master weights beside bf16 parameters."""
         masters = 4 if self.saved_bytes == 2 else 0
+        return self.config.optimizer.state_bytes(*self._updated) / self.saved_parameters + masters
+
+    @property
+    def paged_bytes(self) -> float:
+        """Bytes of these that are in host memory; see `Optimizer.host_bytes`."""
+        return self.config.optimizer.host_bytes(*self._updated) / self.saved_parameters
+
+    @property
+    def _updated(self) -> tuple[int, int]:
+        """Parameters that the optimizer updates, and those of them in matrices of blocks."""
         matrices = self.costs.matrices + self.costs.cut if self.config.adapter is None else self.saved_parameters
-        return self.config.optimizer.state_bytes(self.saved_parameters, matrices) / self.saved_parameters + masters
+        return self.saved_parameters, matrices
 
     @property
     def checkpoint_bytes(self) -> float:

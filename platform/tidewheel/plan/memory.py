@@ -91,11 +91,12 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
             moving += block * (block_gradient + layout.reduced_bytes)  # its gradient, and the previous one's in transit
             # the output matrix's, then the embedding's
             loss_gradient += max(parts.output, parts.embedding) * GRADIENT_BYTES
-        optimizer = 0.0 if host else rows * job.optimizer_bytes
+        optimizer = 0.0 if host else rows * (job.optimizer_bytes - job.paged_bytes)
     else:
         ranks = layout.data * parallel.context
         rows = whole / ranks if parallel.data == "zero1" else whole
-        parameters, gradients, optimizer = whole * weight, whole * GRADIENT_BYTES, rows * job.optimizer_bytes
+        parameters, gradients = whole * weight, whole * GRADIENT_BYTES
+        optimizer = rows * (job.optimizer_bytes - job.paged_bytes)
         copies = _casts(job, layout, share, block)
         # buckets of the all-reduce, all kept until the last one returns
         moving = layout.reduced_bytes * whole if ranks > 1 else 0.0

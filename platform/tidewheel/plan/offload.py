@@ -89,6 +89,9 @@ def _of_share(job: Job, layout: Layout, share: Share) -> float:
     if offloads(layout):
         rows = held(job, layout, share).whole / layout.shards
         size += rows * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes)
+    elif job.paged_bytes:
+        updated = job.saved_parameters * share.blocks / job.model.num_layers / layout.parallel.tensor
+        size += updated * job.paged_bytes / (layout.shards if layout.sharded else 1)
     if layout.memory.activation_checkpointing == "offload":
         tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
         width = job.model.dim * job.residual_bytes / layout.parallel.tensor

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tidewheel.train import checks, parallel
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.optim.build import model_state
@@ -78,6 +80,19 @@ class Resuming:
         training = self._training
         if training.model.adapter is None:
             return
+        kept = training.runtime.kept
+        if kept is not None and self._agree(kept.fits(training.model)):
+            base = kept.fill(training.model)
+            training.event("base_kept", base=base.uri)
+        else:
+            base = self._read_base()
+        if kept is not None:
+            kept.keep(training.model, base)
+        training.base = {"from": base.uri, "hash": base.hash, "vocabulary_size": training.vocabulary_size}
+
+    def _read_base(self) -> Loaded:
+        """Read the frozen base from storage, or draw its initial values; return which it is."""
+        training = self._training
         uri = training.config.model.init_from
         bases = [Loaded("", f"seed {training.config.seed}")]
         if uri:
@@ -85,7 +100,13 @@ class Resuming:
                 training.runtime.checkpoints.load_from(uri, {"model": dict(values)})))
         else:
             initial_weights.init_base(training.model, training.config.seed)
-        training.base = {"from": bases[-1].uri, "hash": bases[-1].hash, "vocabulary_size": training.vocabulary_size}
+        return bases[-1]
+
+    def _agree(self, fits: bool) -> bool:
+        """Return whether all ranks say yes: they read together or not at all."""
+        collectives = self._training.collectives
+        missing = collectives.sum(torch.tensor([0.0 if fits else 1.0], dtype=torch.float64))
+        return not collectives.to_host(missing).any()
 
     def _set_weights(self) -> None:
         """Set the initial values, or those of `model.init_from`. An objective's own head always starts anew."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tidewheel.train.history import RunHistory
     from tidewheel.train.metrics.sinks import Sink
     from tidewheel.train.parallel import ParallelModel
+    from tidewheel.train.parallel.kept_base import KeptBase
 
 
 @dataclass(frozen=True)
@@ -285,5 +286,7 @@ class Runtime:
     """Ends with the generation; nothing waits for storage after that."""
     sampler: Callable[[ParallelModel, Domain, TrainConfig, Collectives], str] | None = None
     """Writes text samples, as `inference.sample.text_sample` does; None: the run has none."""
+    kept: KeptBase | None = None
+    """Of this process, which may have more generations: the frozen base of its adapter; None: nothing is kept."""
     evaluated_beside: bool = False
     """Another process evaluates the checkpoints where the configuration allows it (`evaluation.separate`)."""

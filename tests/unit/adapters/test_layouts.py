@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from tests.unit.train.parallel.layouts import assert_same_training, config, train, whole
+from tests.unit.train.parallel.layouts import assert_same_training, config, train, whole, whole_values
 
 RANKS = 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -20,25 +20,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "prefix": {"kind": "prefix_tuning", "tokens": 3, "init_std": 0.5},
     "prompt": {"kind": "prompt_tuning", "tokens": 3, "init_std": 0.5},
     "nf4": {"kind": "lora", "rank": 4, "base": "nf4"},
+    "embedding": {"kind": "lora", "rank": 4, "targets": ["embedding", "wq"], "start": "pissa"},
+    "experts": {"kind": "lora", "rank": 4, "targets": ["wq", "experts"]},
+    "experts_pissa": {"kind": "lora", "rank": 4, "targets": ["wq", "experts"], "start": "pissa"},
 }
+MIXTURE = {"kind": "mixtral", "ffn_dim": 64, "num_experts": 4, "experts_per_token": 2, "balancing": "bias",
+           "balancing_rate": 0.01}
+SHAPES: dict[str, dict[str, Any]] = {"nf4": {"dim": 128, "ffn_dim": 128}, "experts": MIXTURE, "experts_pissa": MIXTURE}
+"""Settings of the model for some kinds."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"data": "ddp"}, "zero1": {"data": "zero1"}, "zero2": {"data": "zero2"}, "zero3": {"data": "zero3"},
     "hsdp": {"data": "zero3", "replicate": 2}, "tensor": {"tensor": 2, "data": "zero3"},
     "context": {"context": 2, "data": "zero2"}, "pipeline": {"pipeline": 2, "tensor": 2},
+    "expert": {"data": "zero3", "expert": 2}, "expert_tensor": {"data": "zero2", "expert": 2, "tensor": 2},
 }
 SHORT = (("lora", "ddp"), ("lora", "zero1"), ("lora", "hsdp"), ("lora", "context"), ("lora", "pipeline"),
          ("pissa", "tensor"), ("dora", "tensor"), ("ia3", "tensor"), ("bottleneck", "pipeline"), ("prefix", "pipeline"),
-         ("nf4", "zero3"), ("prompt", "zero3"))
+         ("nf4", "zero3"), ("nf4", "tensor"), ("prompt", "zero3"), ("embedding", "tensor"),
+         ("experts", "expert_tensor"))
 """Each layout and each kind once, and those that cut in a way of their own."""
-REFUSED = {"nf4": ("tensor", "pipeline"), "prompt": ("tensor", "pipeline", "context")}
+REFUSED = {"prompt": ("tensor", "pipeline", "context")}
 """Layouts that a kind refuses."""
 
 
 def _compare(pairs: tuple[tuple[str, str], ...]) -> None:
     """Train each kind under its layout and compare with one process; called on every rank."""
     for kind, layout in pairs:
-        shape = {"model": {"dim": 64}} if kind == "nf4" else {}
-        model = assert_same_training(config(LAYOUTS[layout], adapter=KINDS[kind], **shape), steps=2)
+        wanted = config(LAYOUTS[layout], adapter=KINDS[kind], model=SHAPES.get(kind, {}))
+        model = assert_same_training(wanted, steps=2)
         assert all(".adapter." in name for name, _ in model.named_parameters()), (kind, layout)
 
 
@@ -49,7 +58,10 @@ def test_adapters_train_the_same_under_every_layout():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_the_same_under_every_layout(kind: str):
-    on_ranks(RANKS, _compare, tuple((kind, layout) for layout in LAYOUTS if layout not in REFUSED.get(kind, ())))
+    layouts = [layout for layout in LAYOUTS if layout not in REFUSED.get(kind, ())]
+    if SHAPES.get(kind) is not MIXTURE:
+        layouts = [layout for layout in layouts if not layout.startswith("expert")]
+    on_ranks(RANKS, _compare, tuple((kind, layout) for layout in layouts))
 
 
 def _checked(settings: dict[str, Any]) -> None:
@@ -63,6 +75,20 @@ def test_adapters_work_with_recomputation_reproducible_mode_and_tied_embeddings(
                      {"adapter": KINDS["bottleneck"], "memory": {"activation_checkpointing": "attention"}},
                      {"adapter": {**KINDS["lora"], "targets": ["wq", "embedding"]}, "model": {"tie_embeddings": True}}):
         on_ranks(2, _checked, settings)
+
+
+def _same_bits_with_experts_apart() -> None:
+    """Reproducible mode: experts with adapters, shared by two ranks, have the bits of one process."""
+    wanted = config({"data": "zero3", "expert": 2}, adapter=KINDS["experts"], model=MIXTURE, reproducible=True)
+    alone, _ = train(wanted.model_copy(update={"parallel": type(wanted.parallel)()}), 1, 2)
+    model, _ = train(wanted, 2, 2)
+    expected = whole_values(alone)
+    for name, value in whole_values(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_experts_with_adapters_have_the_same_bits_wherever_they_are():
+    on_ranks(2, _same_bits_with_experts_apart)
 
 
 def test_only_the_adapter_changes():

@@ -12,7 +12,7 @@ from tidewheel import storage
 from tidewheel.errors import ConfigError
 from tidewheel.models import adapters, families
 from tidewheel.models.adapter import Adapter
-from tidewheel.models.adapting import attach, merge, nf4, peft_files
+from tidewheel.models.adapting import attach, merge, nf4, peft_experts, peft_files
 from tidewheel.models.decoder import Decoder
 
 pytest.importorskip("peft")
@@ -21,8 +21,8 @@ POSITIONS = torch.arange(11).expand(3, -1)
 SEGMENTS = torch.zeros(3, 11, dtype=torch.int64)
 
 
-@every(("LoRA", "rsLoRA", "DoRA", "LoRA, ranks by pattern", "LoRA of the embedding", "PiSSA", "IA3", "prefix tuning",
-        "prompt tuning"))
+@every(("LoRA", "rsLoRA", "DoRA", "LoRA, ranks by pattern", "LoRA of the embedding", "LoRA of experts", "PiSSA", "IA3",
+        "prefix tuning", "prompt tuning"))
 def test_each_kind_agrees_with_peft(kind: str):
     row = compare(kind, peft_kinds()[kind])
     assert row.agrees, row
@@ -140,3 +140,25 @@ def test_files_of_another_model_or_kind_are_refused(tmp_path):
 def test_the_matrix_of_zeros_has_an_exact_code():
     codes, scales = nf4.encode(torch.zeros(2, 64))
     assert torch.equal(nf4.decode(codes, scales), torch.zeros(2, 64))
+
+
+@every(("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"))
+def test_updates_of_experts_are_those_of_peft_in_every_form_of_experts(family: str):
+    """Compare with peft's formula of the update of a fused parameter, `ParamWrapper.get_delta_weight`."""
+    config = families.of_shape({"kind": family, "preset": "debug"})
+    fused = peft_experts.fused_parameters(config)
+    layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+    assert len(fused) == 2 * len(layers)
+    for one in fused[:2]:
+        outputs, inputs = one.shape
+        factors = {name: (torch.randn(one.experts, 3, inputs), torch.randn(one.experts, outputs // len(one.ours), 3),
+                          0.5 + index) for index, name in enumerate(one.ours)}
+        a, b, scale = one.join(factors)
+        of_a, of_b = a.reshape(one.experts, -1, inputs), b.reshape(outputs, -1, one.experts)
+        their_update = scale * torch.einsum("o r e, e r i -> e o i", of_b, of_a)
+        (expected,) = one.conversion.to_theirs([scale * b @ a for a, b, scale in factors.values()])
+        expected = expected.transpose(1, 2) if family == "gpt_oss" else expected
+        torch.testing.assert_close(their_update, expected, rtol=1e-5, atol=1e-5)
+        for name, (again_a, again_b) in one.split(a, b).items():
+            of_a, of_b, of_scale = factors[name]
+            torch.testing.assert_close(scale * again_b @ again_a, of_scale * of_b @ of_a)

@@ -21,7 +21,8 @@ from tidewheel.inference.writer import Writer
 from tidewheel.models.adapting import peft_files
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
-from tidewheel.train.runtime import Runtime
+from tidewheel.train.parallel.kept_base import KeptBase
+from tidewheel.train.runtime import Loaded, Runtime
 
 LORA = ("adapter.kind=lora", "adapter.rank=4", "model.qk_norm=false", "model.dim=64")
 
@@ -87,6 +88,38 @@ def test_a_run_resumes_to_the_same_values(folder: Path):
     assert any(name.endswith(".a0") for name in values)
 
 
+class Counting(CheckpointManager):
+    """Notes which checkpoints of other runs are read."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.read: list[str] = []
+
+    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+        self.read.append(uri)
+        return super().load_from(uri, state)
+
+
+def test_a_process_reads_its_base_once(folder: Path):
+    """A generation with the same shards takes the base from memory; other shards, or another process, read it."""
+    base = f"{folder}/runs/base"
+    start = (f"model.init_from={base}", "adapter.base=nf4", "reproducible=true")
+    run(settings(folder, "reads", *start))
+    wanted = settings(folder, "keeps", *start)
+    kept = KeptBase()
+    checkpoints = Counting(storage.store(f"{wanted.run_uri}/checkpoints"), asynchronous=False, keep_last=10)
+    with pytest.raises(Replaced):
+        train(wanted, Runtime(checkpoints=checkpoints, control=Script(die=2), kept=kept))
+    train(wanted, Runtime(checkpoints=checkpoints, control=Script(), kept=kept, generation=1))
+    assert checkpoints.read == [base]
+    expected, values = values_of(f"{folder}/runs/reads"), values_of(wanted.run_uri)
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+    other = settings(folder, "wider", *start, "adapter.base=plain", "steps=1")
+    checkpoints = Counting(storage.store(f"{other.run_uri}/checkpoints"), asynchronous=False)
+    train(other, Runtime(checkpoints=checkpoints, control=Script(), kept=kept))
+    assert checkpoints.read == [base]
+
+
 def test_another_base_is_refused(folder: Path):
     run(settings(folder, "moved", f"model.init_from={folder}/runs/base", "steps=1"))
     run(settings(folder, "other-base", "adapter=null", "seed=5"))
@@ -119,9 +152,40 @@ def test_what_is_written_and_evaluated_is_the_trained_model(folder: Path, kind: 
         return
     merged = f"{folder}/runs/merged-{kind}"
     adapter_files.merge_run(wanted.run_uri, merged)
-    logits = Writer.open(merged, tokenizer=f"{folder}/shards/tokenizer.json").model(
-        tokens, torch.arange(10)[None], torch.zeros_like(tokens))
+    whole = Writer.open(merged)  # its tokenizer is beside it
+    assert whole.ends == writer.ends
+    logits = whole.model(tokens, torch.arange(10)[None], torch.zeros_like(tokens))
     assert (logits - expected).abs().max() < 1e-5
+
+
+def test_a_merged_model_keeps_the_chat_template(folder: Path):
+    wanted = settings(folder, "chat", f"model.init_from={folder}/runs/base", "steps=1")
+    run(wanted)
+    template = folder / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    merged = f"{folder}/runs/merged-chat"
+    _, missing = adapter_files.merge_run(wanted.run_uri, merged, chat_template=str(template))
+    assert missing == ""
+    chat = Writer.open(merged).template
+    assert chat is not None
+    assert chat.text([{"role": "user", "content": "so it is"}]) == "so it is"
+
+
+def test_the_balance_of_experts_goes_with_the_adapter(folder: Path):
+    """The biases that balance experts move while the experts are frozen, and are saved with the adapter."""
+    mixture = ('model={"kind": "mixtral", "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64,'
+               ' "num_experts": 4, "balancing": "bias", "balancing_rate": 0.01}', "adapter.base=nf4",
+               'adapter.targets=["wq", "experts"]', "optimizer.learning_rate=0.1")
+    wanted = settings(folder, "experts", *mixture)
+    result = run(wanted)
+    assert Evaluator(wanted.run_uri).evaluate(wanted.run_uri).loss == pytest.approx(result.validation_loss, rel=1e-5)
+    merged = f"{folder}/runs/merged-experts"
+    adapter_files.merge_run(wanted.run_uri, merged)
+    tokens = torch.arange(2, 12)[None]
+    inputs = tokens, torch.arange(10)[None], torch.zeros_like(tokens)
+    writer, whole = Writer.open(wanted.run_uri), Writer.open(merged)
+    assert all(bias.any() for _, bias in whole.model.named_buffers())
+    assert (whole.model(*inputs) - writer.model(*inputs)).abs().max() < 1e-5
 
 
 def test_an_adapter_goes_to_peft_and_back(folder: Path):

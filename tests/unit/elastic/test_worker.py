@@ -24,6 +24,7 @@ from tidewheel.storage import store
 from tidewheel.train import loop, parallel
 from tidewheel.train.guards.hang import HangError, Watch
 from tidewheel.train.parallel.caches import StaleProcessError
+from tidewheel.train.parallel.kept_base import KeptBase
 from tidewheel.train.record import TrainResult
 from tidewheel.train.run import Run
 
@@ -141,6 +142,6 @@ def test_a_process_that_computes_for_another_rank_ends(tmp_path: Path, monkeypat
     monkeypatch.setattr(member_module.os, "_exit", ended)
     member = SimpleNamespace(begin=lambda *_: None, left=lambda *report: reports.append(report), send=lambda _: None)
     with pytest.raises(Ended, match=str(member_module.EXIT_CODE)):
-        worker._generation(Run.open(config(tmp_path)), member, Join(4, 0, 1), "node")
+        worker._generation(Run.open(config(tmp_path)), member, Join(4, 0, 1), "node", KeptBase())
     [(report,)] = reports
     assert (report.reason, report.text) == (ExitReason.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")

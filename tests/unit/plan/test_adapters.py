@@ -15,6 +15,8 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.plan.layout import Job, Layout
 from tidewheel.plan.memory import memory
 from tidewheel.plan.memory_tier import state_bytes
+from tidewheel.plan.offload import host_bytes
+from tidewheel.train import optimizers
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
@@ -48,6 +50,18 @@ def test_what_fits_a_card(shape: dict[str, Any], vocabulary: int, adapter: dict[
     assert memory(whole, layout).total > card * GB
 
 
+def test_paged_moments_are_in_host_memory():
+    run, layout = planned({"preset": "8b"}, 128_256, QLORA, 1)
+    paged = Job(run.config.model_copy(update={"optimizer": optimizers.KIND.build("adamw8bit", {"paged": True})}),
+                run.vocabulary_size, run.sequence_length)
+    moments = memory(run, layout).optimizer
+    assert moments > 2 * run.saved_parameters
+    assert memory(paged, layout).optimizer == 0
+    assert host_bytes(paged, layout) == moments
+    assert host_bytes(run, layout) == 0
+    assert paged.checkpoint_bytes == run.checkpoint_bytes
+
+
 def test_the_arithmetic_of_the_papers():
     """QLoRA: double quantisation leaves 0.127 bits a parameter for scales (arXiv:2305.14314, section 3).
 
@@ -66,11 +80,19 @@ def test_the_arithmetic_of_the_papers():
 
 
 @every((("lora", {"rank": 3, "ranks": {"wq": 5}, "targets": ["attention", "embedding"]}), ("dora", {"rank": 3}),
-        ("ia3", {}), ("bottleneck", {"width": 5}), ("prefix_tuning", {"tokens": 7}), ("prompt_tuning", {"tokens": 7})))
+        ("ia3", {}), ("bottleneck", {"width": 5}), ("prefix_tuning", {"tokens": 7}), ("prompt_tuning", {"tokens": 7}),
+        ("lora", {"rank": 3, "ranks": {"w2": 5}, "family": "qwen3_moe"}), ("ia3", {"family": "deepseek_v3"}),
+        ("lora", {"targets": ["experts", "shared"], "family": "deepseek_v3"})))
 def test_the_number_of_parameters_is_that_of_the_model(case: tuple[str, dict[str, Any]]):
     kind, settings = case
+    family = str({"family": "llama", **settings}["family"])
+    settings = {name: value for name, value in settings.items() if name != "family"}
     shape = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96}
-    config = families.KIND.build("llama", shape)
+    mixture = {"num_experts": 4, "expert_ffn_dim": 32}
+    if family == "deepseek_v3":
+        mixture |= {"shared_experts": 2, "first_dense_layers": 1}
+        del shape["num_kv_heads"]
+    config = families.KIND.build(family, shape if family == "llama" else {**shape, **mixture})
     adapter = adapters.KIND.build(kind, settings)
     with torch.device("meta"):
         model = Decoder(config, 50)

@@ -19,6 +19,7 @@ class Dora(Lora):
 
     VERSION = Version("adapter_dora", uses=(Lora.VERSION,))
     EMBEDDING: ClassVar[bool] = False
+    EXPERTS: ClassVar[bool] = False
     CONSTANT: ClassVar[tuple[str, ...]] = ()
     DIRECTED: ClassVar[bool] = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -10,23 +11,35 @@ import pydantic
 from pydantic import Field
 
 from tidewheel.config import Setting
+from tidewheel.errors import ConfigError
 from tidewheel.models.adapter import Adapter
-from tidewheel.models.adapting.names import first_match
+from tidewheel.models.adapting.names import by_module, first_match, parameter_name
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from tidewheel.models.adapting.peft_forms import Form
+    from tidewheel.models.adapting.peft_names import Form
     from tidewheel.models.family import Model
 
 
+_KEYS, _EMBEDDING_KEYS = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
+_LENGTHS = "lora_magnitude_vector"
+_UNKNOWN = ("modules_to_save", "layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices")
+"""Settings of peft that are not supported."""
+
+
 class Lora(Adapter):
-    """y = W x + scale B A x with A [rank, inputs] and B [outputs, rank] (https://arxiv.org/abs/2106.09685)."""
+    """y = W x + scale B A x with A [rank, inputs] and B [outputs, rank] (https://arxiv.org/abs/2106.09685).
+
+    Each expert of a mixture has an A and a B of its own.
+    """
 
     VERSION = Version("adapter_lora", uses=(Adapter.VERSION,))
     EMBEDDING = True
+    PEFT = "LORA"
+    EXPERTS = True
     CONSTANT: ClassVar[tuple[str, ...]] = (".a0", ".b0")
     DIRECTED: ClassVar[bool] = False
     """Whether the rows of the sum are scaled to a learned length."""
@@ -74,21 +87,107 @@ class Lora(Adapter):
         return 0.0, (3 * shape[-1]) ** -0.5 if name.endswith(".a") else 0.0
 
     def to_peft(self, config: Model, values: Mapping[str, torch.Tensor]) -> Form:
-        from tidewheel.models.adapting.peft_forms import low_rank_to_peft
+        import torch
 
-        return low_rank_to_peft(config, values, lambda name: self.size(name)[1], stabilized=self.rank_stabilized,
-                                directed=self.DIRECTED)
+        from tidewheel.models.adapting import peft_names
+        from tidewheel.models.adapting.peft_experts import LAST, fused_parameters
+
+        names = peft_names.their_modules(config)
+        tensors: dict[str, torch.Tensor] = {}
+        ranks: dict[str, int] = {}
+        alphas: dict[str, float] = {}
+        factors = {}
+        for name, parts in by_module(values).items():
+            a, b = parts["a"].float(), parts["b"].float()
+            if "a0" in parts:  # what it began with, subtracted: twice the rank
+                a, b = torch.cat((a, parts["a0"]), dim=-2), torch.cat((b, -parts["b0"]), dim=-1)
+            factors[name] = (a, b, self.size(name)[1])
+        fused = [one for one in fused_parameters(config) if factors.keys() & set(one.ours)]
+        for one in fused:
+            a, b, scale = one.join({name: factors.pop(name) for name in one.ours if name in factors})
+            outer = [other for other in fused if other.module == one.module and other.parameter == LAST]
+            holder = one.module if one.parameter == LAST or not outer else f"{one.module}.base_layer"
+            tensors |= {f"{holder}.lora_A.weight": a, f"{holder}.lora_B.weight": b}
+            ranks[one.name] = len(a) // one.experts
+            alphas[one.name] = self._alpha(scale, ranks[one.name])
+        modules = []
+        for name, (a, b, scale) in factors.items():
+            theirs = peft_names.theirs(name, names)
+            modules.append(theirs)
+            key_a, key_b = _KEYS if name != "embedding" else _EMBEDDING_KEYS
+            tensors |= {f"{theirs}.{key_a}": a, f"{theirs}.{key_b}": b}
+            if self.DIRECTED:
+                tensors[f"{theirs}.{_LENGTHS}"] = values[parameter_name(name, "m")]
+            ranks[theirs] = len(a)
+            alphas[theirs] = self._alpha(scale, len(a))
+        rank = Counter(ranks.values()).most_common(1)[0][0]
+        alpha = Counter(alphas.values()).most_common(1)[0][0]
+        return {"peft_type": self.PEFT, "r": rank, "lora_alpha": alpha, "use_rslora": self.rank_stabilized,
+                "use_dora": self.DIRECTED, "target_modules": peft_names.shortest(modules, names.values()),
+                "target_parameters": [one.name for one in fused] or None,
+                "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+                "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+                "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True}, {
+                    f"{peft_names.PREFIX}{name}": value.float().contiguous() for name, value in tensors.items()}
+
+    def _alpha(self, scale: float, rank: int) -> float:
+        return scale * (math.sqrt(rank) if self.rank_stabilized else rank)
 
     @classmethod
     def reads_peft(cls, settings: Mapping[str, Setting]) -> bool:
-        return settings["peft_type"] == "LORA" and bool(settings.get("use_dora")) == cls.DIRECTED
+        return super().reads_peft(settings) and bool(settings.get("use_dora")) == cls.DIRECTED
 
     @classmethod
     def from_peft(cls, settings: Mapping[str, Setting], tensors: dict[str, torch.Tensor], config: Model,
                   where: str) -> Form:
-        from tidewheel.models.adapting.peft_forms import low_rank_from_peft
+        from tidewheel.models.adapting import peft_names
+        from tidewheel.models.adapting.peft_experts import fused_parameters
 
-        return low_rank_from_peft(settings, tensors, config, where)
+        odd = [name for name in _UNKNOWN if settings.get(name)]
+        if settings.get("bias", "none") != "none":
+            odd.append("bias")
+        if odd:
+            raise ConfigError(f"not supported: {', '.join(odd)}", where=where,
+                              fix="merge the adapter with peft, and import the whole model")
+        ours = {theirs: name for name, theirs in peft_names.their_modules(config).items()}
+        fused = fused_parameters(config)
+        holders = [name for one in fused for name in (one.module, f"{one.module}.base_layer")]
+        keys = dict(zip((*_KEYS, *_EMBEDDING_KEYS, _LENGTHS), "ababm"))
+        read: dict[str, dict[str, torch.Tensor]] = {}
+        for name, value in tensors.items():
+            if name.endswith(".base_layer.weight"):  # peft adds the frozen embedding to an adapter of it
+                continue
+            module, key = peft_names.split(name, keys, (*ours, *holders), where)
+            read.setdefault(module, {})[keys[key]] = value.float()
+        patterns: Any = settings.get("alpha_pattern") or {}
+        rank, alpha = int(str(settings["r"])), float(str(settings["lora_alpha"]))
+        values: dict[str, torch.Tensor] = {}
+        ranks: dict[str, int] = {}
+        alphas: dict[str, float] = {}
+        for module, parts in read.items():
+            theirs = module
+            pieces = {ours[module]: (parts["a"], parts["b"])} if module in ours else {}
+            whole = len(parts["a"])
+            for one in fused if not pieces else ():
+                if module.removesuffix(".base_layer") == one.module and one.shape == (len(parts["b"]),
+                                                                                      parts["a"].shape[1]):
+                    theirs, pieces, whole = one.name, one.split(parts["a"], parts["b"]), whole // one.experts
+            if not pieces:
+                raise ConfigError(f"{module} has an adapter of another shape than this model", where=where,
+                                  fix="give the base model that the adapter was trained on")
+            of_module = float(peft_names.of_pattern(patterns, theirs, alpha))
+            for name, (a, b) in pieces.items():
+                values |= {parameter_name(name, "a"): a, parameter_name(name, "b"): b}
+                if "m" in parts:
+                    values[parameter_name(name, "m")] = parts["m"]
+                share = a.shape[-2] / whole
+                ranks[name] = a.shape[-2]
+                alphas[name] = of_module * (math.sqrt(share) if settings.get("use_rslora") else share)
+        names = [*ours.values(), *(name for one in fused for name in one.ours)]
+        return {"rank": rank, "alpha": alpha, "rank_stabilized": bool(settings.get("use_rslora")),
+                "targets": peft_names.shortest(ranks, names),
+                "ranks": {name: value for name, value in ranks.items() if value != rank},
+                "alphas": {name: value for name, value in alphas.items() if value != alpha}}, values
 
     def rate_factor(self, name: str) -> float:
         return self.b_rate if name.endswith(".b") else 1.0

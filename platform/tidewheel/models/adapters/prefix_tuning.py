@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from tidewheel.config import Setting
+from tidewheel.errors import ConfigError
 from tidewheel.models.adapter import Adapter, Place
+from tidewheel.models.adapting.names import by_module, parameter_name
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from tidewheel.models.adapting.peft_forms import Form
+    from tidewheel.models.adapting.peft_names import Form
     from tidewheel.models.decoder import Decoder
     from tidewheel.models.family import Model
 
@@ -28,6 +31,7 @@ class PrefixTuning(Adapter):
 
     VERSION = Version("adapter_prefix_tuning", uses=(Adapter.VERSION,))
     PLACE: ClassVar[Place] = "attention"
+    PEFT = "PREFIX_TUNING"
 
     targets: tuple[str, ...] = Field(default=("attention",), min_length=1)
     """See `Adapter.targets`."""
@@ -53,17 +57,32 @@ class PrefixTuning(Adapter):
         return 0.0, self.init_std
 
     def to_peft(self, config: Model, values: Mapping[str, torch.Tensor]) -> Form:
-        from tidewheel.models.adapting.peft_forms import prefix_to_peft
+        import torch
 
-        return prefix_to_peft(config, values)
-
-    @classmethod
-    def reads_peft(cls, settings: Mapping[str, Setting]) -> bool:
-        return bool(settings["peft_type"] == "PREFIX_TUNING")
+        modules = by_module(values)
+        if len(modules) != config.num_layers:
+            raise ConfigError(f"{len(modules)} of {config.num_layers} layers have a prefix; in peft all have one",
+                              where="adapter.targets", fix="export only prefixes of all layers")
+        columns: list[torch.Tensor] = []  # of layers, each with its keys, then its values
+        for layer in range(config.num_layers):
+            parts = modules[f"blocks.{layer}.attention"]
+            columns += [parts["keys"].flatten(1), parts["values"].flatten(1)]
+        return {"peft_type": self.PEFT, "num_virtual_tokens": len(columns[0]), "num_layers": config.num_layers,
+                "token_dim": config.kv_heads * config.head_width, "num_attention_heads": config.kv_heads,
+                "num_transformer_submodules": 1, "prefix_projection": False, "encoder_hidden_size": config.dim,
+                }, {"prompt_embeddings": torch.cat(columns, dim=1).float().contiguous()}
 
     @classmethod
     def from_peft(cls, settings: Mapping[str, Setting], tensors: dict[str, torch.Tensor], config: Model,
                   where: str) -> Form:
-        from tidewheel.models.adapting.peft_forms import prefix_from_peft
+        from tidewheel.models.adapting.peft_names import embeddings
 
-        return prefix_from_peft(settings, tensors, config, where)
+        shape = (2 * config.num_layers, config.kv_heads, config.head_width)
+        matrix = embeddings(tensors, math.prod(shape), where)
+        pieces = matrix.unflatten(1, shape).unbind(1)
+        values: dict[str, torch.Tensor] = {}
+        for layer in range(config.num_layers):
+            name = f"blocks.{layer}.attention"
+            values[parameter_name(name, "keys")] = pieces[2 * layer].contiguous()
+            values[parameter_name(name, "values")] = pieces[2 * layer + 1].contiguous()
+        return {"tokens": len(matrix)}, values

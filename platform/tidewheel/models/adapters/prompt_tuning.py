@@ -9,13 +9,14 @@ from pydantic import Field
 
 from tidewheel.config import Setting
 from tidewheel.models.adapter import Adapter, Dimension, Place
+from tidewheel.models.adapting.names import parameter_name
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from tidewheel.models.adapting.peft_forms import Form
+    from tidewheel.models.adapting.peft_names import Form
     from tidewheel.models.decoder import Decoder
     from tidewheel.models.family import Model
 
@@ -29,6 +30,7 @@ class PromptTuning(Adapter):
 
     VERSION = Version("adapter_prompt_tuning", uses=(Adapter.VERSION,))
     PLACE: ClassVar[Place] = "embedding"
+    PEFT = "PROMPT_TUNING"
     WORKS_WITH: ClassVar[tuple[Dimension, ...]] = ()
 
     targets: tuple[str, ...] = Field(default=("embedding",), min_length=1)
@@ -55,17 +57,15 @@ class PromptTuning(Adapter):
         return 0.0, self.init_std
 
     def to_peft(self, config: Model, values: Mapping[str, torch.Tensor]) -> Form:
-        from tidewheel.models.adapting.peft_forms import prompt_to_peft
-
-        return prompt_to_peft(config, values)
-
-    @classmethod
-    def reads_peft(cls, settings: Mapping[str, Setting]) -> bool:
-        return bool(settings["peft_type"] == "PROMPT_TUNING")
+        (matrix,) = values.values()
+        return {"peft_type": self.PEFT, "num_virtual_tokens": len(matrix), "num_layers": config.num_layers,
+                "token_dim": config.dim, "num_attention_heads": config.num_heads, "num_transformer_submodules": 1,
+                "prompt_tuning_init": "RANDOM"}, {"prompt_embeddings": matrix.float().contiguous()}
 
     @classmethod
     def from_peft(cls, settings: Mapping[str, Setting], tensors: dict[str, torch.Tensor], config: Model,
                   where: str) -> Form:
-        from tidewheel.models.adapting.peft_forms import prompt_from_peft
+        from tidewheel.models.adapting.peft_names import embeddings
 
-        return prompt_from_peft(tensors, config, where)
+        matrix = embeddings(tensors, config.dim, where)
+        return {"tokens": len(matrix)}, {parameter_name("embedding", "embeddings"): matrix}

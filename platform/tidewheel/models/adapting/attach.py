@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from tidewheel.errors import ConfigError
 from tidewheel.models.adapter import MARK, Adapter
 from tidewheel.models.adapting import nf4
+from tidewheel.models.adapting.experts import StackedLinear, Updates, stacks
 from tidewheel.models.adapting.names import matches
-from tidewheel.models.adapting.shards import cut_of, distribute
+from tidewheel.models.adapting.shards import distribute
 from tidewheel.models.blocks.embedding import Embedding
 from tidewheel.models.decoder import Decoder
 from tidewheel.parts import calling, name_of
@@ -36,25 +37,26 @@ def attach(model: Decoder, adapter: Adapter) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     chosen = targets(model, adapter)
-    if adapter.EMBEDDING and model.embedding is not None and "embedding" not in chosen and any(
-            matches(pattern, "embedding") for pattern in adapter.targets):
-        raise ConfigError("tensor parallelism shards the embedding's rows, which its adapter does not follow",
-                          where="adapter.targets", fix="leave embedding out, or set parallel.tensor: 1")
     if adapter.base == "nf4":
         nf4.quantize(model)
     for name, module in chosen.items():
         with calling(adapter):
             added = adapter.build(name, module)
-        weight = next((parameter for parameter in module.parameters() if isinstance(parameter, DTensor)), None)
+        weights = [module.weight] if isinstance(module, StackedLinear) else list(module.parameters())
+        weight = next((one for one in weights if isinstance(one, DTensor) and one.ndim > 1), None)
         if weight is not None:
-            cut = cut_of(weight)
-            distribute(added, weight.device_mesh, {} if cut is None else added.CUTS.get(cut, {}))  # type: ignore
+            distribute(added, weight, added.CUTS)  # type: ignore[arg-type]
         put(module, added)
     adapter.prepare(model)
 
 
 def put(module: nn.Module, added: nn.Module) -> None:
     """Let a module compute with an adapter."""
+    if isinstance(module, StackedLinear):
+        if module.holder.adapter is None:
+            module.holder.adapter = Updates()
+        module.holder.adapter[module.matrix] = added
+        return
     module.adapter = added
     module.__class__ = _adapted(type(module))  # type: ignore[arg-type]
 
@@ -75,6 +77,12 @@ def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
 
 def detach(module: nn.Module) -> None:
     """Remove the adapter of one module."""
+    if isinstance(module, StackedLinear):
+        del module.holder.adapter[module.matrix]
+        if not module.holder.adapter:
+            del module.holder.adapter
+            module.holder.adapter = None
+        return
     module.__class__ = type(module).__mro__[1]
     del module.adapter
 
@@ -83,7 +91,10 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yield (name, module, its adapter) of all adapted modules."""
     for name, module in model.named_modules():
         added = vars(module)["_modules"].get("adapter")
-        if added is not None:
+        if isinstance(added, Updates):
+            for matrix, update in added.items():
+                yield f"{name}.{matrix}", StackedLinear(module, matrix), update
+        elif added is not None:
             yield name, module, added
 
 
@@ -94,8 +105,7 @@ def is_constant(name: str, adapter: Adapter) -> bool:
 
 def targets(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
     """Return {name: module} of the modules that an adapter's patterns choose."""
-    return {name: module for name, module in candidates(model, adapter).items()
-            if any(matches(pattern, name) for pattern in adapter.targets)}
+    return {name: module for name, module in candidates(model, adapter).items() if adapter.chooses(name)}
 
 
 def candidates(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
@@ -107,6 +117,8 @@ def candidates(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
         if adapter.PLACE == "linear":
             found |= {f"blocks.{index}.{name}": module for name, module in block.named_modules()
                       if isinstance(module, nn.Linear)}
+            if adapter.EXPERTS:
+                found |= {f"blocks.{index}.{name}": stack for name, stack in stacks(block)}
             continue
         for part in PARTS if adapter.PLACE == "output" else PARTS[:1]:
             module = getattr(block, part, None)

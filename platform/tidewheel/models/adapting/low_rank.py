@@ -1,10 +1,11 @@
-"""Low-rank updates of linear layers and of the embedding: LoRA and DoRA.
+"""Low-rank updates of linear layers, of the stacked matrices of experts and of the embedding: LoRA and DoRA.
 
 R is the rank, I and O are the widths of a layer's input and output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,8 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tidewheel.models.adapting.experts import StackedLinear
 from tidewheel.models.adapting.shards import cut_of, like, own
-from tidewheel.models.blocks.embedding import Embedding, look_up
+from tidewheel.models.blocks.embedding import Embedding
+
+Product = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+"""From x [..., N], a matrix [M, N] and the name of the parameter to [..., M]."""
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    return F.linear(x, weight)
 
 
 class LowRank(nn.Module):
@@ -27,27 +36,33 @@ class LowRank(nn.Module):
         scale: factor of the update.
         pissa: begin with the largest singular values of the layer's matrix, and subtract their product.
         of_embedding: the matrix of the module is [I, O].
+        stack: dimensions of all parameters before their own: (E,) for E experts.
         device: of the parameters.
     """
 
-    CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"b": 0, "b0": 0}, 1: {"a": 1, "a0": 1}}
+    LINEAR_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"b": 0, "b0": 0}, 1: {"a": 1, "a0": 1}}
     """Dimension of each parameter that is cut, by that of the layer's matrix."""
+    EMBEDDING_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"a": 1, "a0": 1}}
     CAN_UNMERGE: ClassVar[bool] = True
     """Whether the layer's matrix follows from the merged one."""
 
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float, *, pissa: bool = False,
-                 of_embedding: bool = False, device: torch.device | str = "cpu") -> None:
+                 of_embedding: bool = False, stack: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.rank, self.scale, self.pissa, self.of_embedding = rank, scale, pissa, of_embedding
-        self.a = nn.Parameter(torch.empty(rank, inputs, device=device))
-        self.b = nn.Parameter(torch.empty(outputs, rank, device=device))
+        self.CUTS = self.EMBEDDING_CUTS if of_embedding else self.LINEAR_CUTS
+        self.a = nn.Parameter(torch.empty(*stack, rank, inputs, device=device))
+        self.b = nn.Parameter(torch.empty(*stack, outputs, rank, device=device))
         if pissa:
-            self.a0 = nn.Parameter(torch.empty(rank, inputs, device=device), requires_grad=False)
-            self.b0 = nn.Parameter(torch.empty(outputs, rank, device=device), requires_grad=False)
+            self.a0 = nn.Parameter(torch.empty_like(self.a), requires_grad=False)
+            self.b0 = nn.Parameter(torch.empty_like(self.b), requires_grad=False)
 
     @classmethod
     def of(cls, module: nn.Module, rank: int, scale: float, **options: Any) -> Self:
-        """Return the update of a linear layer or an embedding; see the class."""
+        """Return the update of a linear layer, an embedding or a stack of experts' matrices; see the class."""
+        if isinstance(module, StackedLinear):
+            *stack, outputs, inputs = module.weight.shape
+            return cls(inputs, outputs, rank, scale, stack=tuple(stack), device=module.weight.device, **options)
         device = next(module.parameters()).device
         if isinstance(module, Embedding):
             return cls(module.num_embeddings, module.embedding_dim, rank, scale, of_embedding=True, device=device,
@@ -66,21 +81,26 @@ class LowRank(nn.Module):
         """
         y = base(x, *others)
         if self.of_embedding:
-            return y + self._looked_up(x).to(y.dtype) * layer.scale  # type: ignore[operator]
+            return y + self._looked_up(layer, x).to(y.dtype) * layer.scale  # type: ignore[operator]
         return y + like(self.update(own(x)), y)
 
-    def update(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the update of a linear layer: [..., I] to [..., O]."""
+    def update(self, x: torch.Tensor, product: Product = _linear) -> torch.Tensor:
+        """Return this rank's part of the update: [..., I] to [..., O].
+
+        Args:
+            x: input of the layer.
+            product: computes products with this rank's parts of the parameters.
+        """
         x = x.to(self.a.dtype) if not torch.is_autocast_enabled(x.device.type) else x
-        out = F.linear(F.linear(x, own(self.a)), own(self.b))
+        out = product(product(x, own(self.a), "a"), own(self.b), "b")
         if self.pissa:
-            out = out - F.linear(F.linear(x, own(self.a0)), own(self.b0))
+            out = out - product(product(x, own(self.a0), "a0"), own(self.b0), "b0")
         return out * self.scale
 
-    def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        out = F.linear(look_up(tokens, self.a.T), self.b)
+    def _looked_up(self, layer: Any, tokens: torch.Tensor) -> torch.Tensor:
+        out = F.linear(layer.look_up(tokens, self.a.T), own(self.b))
         if self.pissa:
-            out = out - F.linear(look_up(tokens, self.a0.T), self.b0)
+            out = out - F.linear(layer.look_up(tokens, self.a0.T), own(self.b0))
         return out * self.scale
 
     def start(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -92,9 +112,9 @@ class LowRank(nn.Module):
             return {}
         matrix = weight_OI.T if self.of_embedding else weight_OI
         u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-        root = s[:self.rank].sqrt()
-        a = (root[:, None] * v[:self.rank]).float()
-        b = (u[:, :self.rank] * root / self.scale).float()
+        root = s[..., :self.rank].sqrt()
+        a = (root[..., None] * v[..., :self.rank, :]).float()
+        b = (u[..., :self.rank] * root[..., None, :] / self.scale).float()
         return {"a": a, "b": b, "a0": a, "b0": b}
 
     def difference(self, weight: torch.Tensor) -> torch.Tensor:
@@ -124,7 +144,7 @@ class Directed(LowRank):
         device: of the parameters.
     """
 
-    CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"b": 0, "m": 0}, 1: {"a": 1}}
+    LINEAR_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"b": 0, "m": 0}, 1: {"a": 1}}
     CAN_UNMERGE: ClassVar[bool] = False  # the lengths of the rows of W are lost
 
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float, *,

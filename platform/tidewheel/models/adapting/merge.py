@@ -13,8 +13,10 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.adapter import MARK, Adapter
 from tidewheel.models.adapting import nf4
 from tidewheel.models.adapting.attach import adapted, attach, check, detach, put
+from tidewheel.models.adapting.experts import StackedLinear
+from tidewheel.models.adapting.low_rank import Product
+from tidewheel.models.adapting.names import by_module, weight_name
 from tidewheel.models.adapting.nf4 import Nf4Linear
-from tidewheel.models.adapting.peft_forms import by_module
 from tidewheel.models.blocks.embedding import Embedding
 from tidewheel.models.decoder import Decoder
 from tidewheel.parts import name_of
@@ -35,10 +37,11 @@ def add(model: Decoder, adapter: Adapter, values: Values) -> None:
         ConfigError: the values are of another adapter or another model.
     """
     check(model, adapter)
-    weights = {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    weights = {name: layer.weight.detach() for name, layer in model.named_modules()
+               if isinstance(layer, nn.Linear) and not isinstance(layer, Nf4Linear)}
     attach(model, adapter)
     for name, layer in model.named_modules():
-        if isinstance(layer, Nf4Linear):
+        if isinstance(layer, Nf4Linear) and name in weights:
             layer.fill(weights[name])
     parameters = {name: parameter for name, parameter in model.named_parameters() if MARK in name}
     if parameters.keys() != values.keys():
@@ -82,12 +85,12 @@ def merged(weights: dict[str, torch.Tensor], adapter: Adapter, values: Values) -
     results = dict(weights)
     if adapter.base == "nf4":  # the matrices that it was trained with
         results |= {name: nf4.rounded(weight).to(weight.dtype) for name, weight in weights.items()
-                    if name.startswith("blocks.") and weight.ndim == 2}
+                    if nf4.quantizes(name) and weight.ndim == 2}
     for name, parts in by_module(values).items():
-        weight, bias = f"{name}.weight", f"{name}.bias"
-        layer = _layer(name, weights.get(weight))
-        added = adapter.build(name, layer) if layer is not None else None
-        added = _mergeable(name, layer, added, adapter)
+        weight, bias = weight_name(name, weights), f"{name}.bias"
+        layer = None if weight is None else _layer(name, weights[weight])
+        added = _mergeable(name, layer, None if layer is None else adapter.build(name, layer), adapter)
+        assert weight is not None
         added.to_empty(device="cpu")
         added.load_state_dict(parts)
         results[weight] = added.merged(results[weight]).to(weights[weight].dtype)
@@ -96,11 +99,13 @@ def merged(weights: dict[str, torch.Tensor], adapter: Adapter, values: Values) -
     return results
 
 
-def _layer(name: str, weight: torch.Tensor | None) -> nn.Module | None:
+def _layer(name: str, weight: torch.Tensor) -> nn.Module:
     """Return a module on the meta device whose matrix has the shape of `weight`."""
-    if weight is None:
-        return None
     with torch.device("meta"):
+        if weight.ndim == 3:
+            experts, matrix = nn.Module(), name.rpartition(".")[2]
+            experts.register_parameter(matrix, nn.Parameter(torch.empty(weight.shape)))
+            return StackedLinear(experts, matrix)
         if name == "embedding":
             return Embedding(*weight.shape)
         return nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -145,13 +150,14 @@ class Several(nn.Module):
 
     def __init__(self, members: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.members = nn.ModuleDict(dict(members))
+        self.members = nn.ModuleDict({f"of_{name}": member for name, member in members.items()})
         self.rows: Sequence[str] = ()
+        """Name of each row's adapter, "": the base alone. One name is for all rows, () is the base for all."""
 
     def forward(self, layer: nn.Module, base: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
         """Return the module's output, with each row's adapter; see `LowRank.forward`."""
-        if len(set(self.rows)) == 1:
-            return self._of(self.rows[0], layer, base, x, *others)
+        if len(set(self.rows)) <= 1:
+            return self._of("".join(self.rows[:1]), layer, base, x, *others)
         whole = None
         for name in dict.fromkeys(self.rows):
             indices = torch.tensor([row for row, chosen in enumerate(self.rows) if chosen == name], device=x.device)
@@ -162,7 +168,24 @@ class Several(nn.Module):
         return whole
 
     def _of(self, name: str, layer: nn.Module, base: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        return self.members[name](layer, base, x, *others) if name in self.members else base(x, *others)
+        if f"of_{name}" not in self.members:
+            return base(x, *others)
+        return self.members[f"of_{name}"](layer, base, x, *others)
+
+    def update(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """Return the update of a stack of experts' matrices; see `LowRank.update`.
+
+        Raises:
+            ConfigError: the rows have several adapters, but the tokens of all rows come sorted by expert.
+        """
+        if len(set(self.rows)) > 1:
+            raise ConfigError("rows of a batch cannot have adapters of experts of their own", where="adapter",
+                              fix="give each adapter a batch of its own")
+        name = f"of_{''.join(self.rows[:1])}"
+        if name not in self.members:
+            return x.new_zeros(())
+        update: torch.Tensor = self.members[name].update(x, product)  # type: ignore[operator]
+        return update
 
 
 def add_several(model: Decoder, adapters: Mapping[str, tuple[Adapter, Values]]) -> None:
@@ -173,20 +196,22 @@ def add_several(model: Decoder, adapters: Mapping[str, tuple[Adapter, Values]]) 
         adapters: settings and parameters by name.
 
     Raises:
-        ConfigError: an adapter is of whole parts of a block, or does not fit the model.
+        ConfigError: an adapter is of whole parts of a block, or does not fit the model or the others' base.
     """
-    members: dict[str, dict[str, nn.Module]] = {}
+    members: dict[str, tuple[nn.Module, dict[str, nn.Module]]] = {}
+    bases = {adapter.base for adapter, _ in adapters.values()}
+    if len(bases) > 1:
+        raise ConfigError(f"the adapters were trained on bases in {', '.join(sorted(bases))}", where="adapter.base",
+                          fix="give the adapters of one kind of base")
     for name, (adapter, values) in adapters.items():
-        if adapter.PLACE != "linear" or adapter.base != "plain":
-            raise ConfigError(f"{name}: only adapters of linear layers of a plain base can be chosen by row, not "
-                              f"{name_of(type(adapter))} of a base in {adapter.base}", where="adapter",
-                              fix="merge it into a model of its own")
+        if adapter.PLACE != "linear":
+            raise ConfigError(f"{name}: only adapters of linear layers can be chosen by row, not "
+                              f"{name_of(type(adapter))}", where="adapter", fix="merge it into a model of its own")
         add(model, adapter, values)
         for module_name, module, added in list(adapted(model)):
-            members.setdefault(module_name, {})[name] = added
+            members.setdefault(module_name, (module, {}))[1][name] = added
             detach(module)
-    for module_name, of_module in members.items():
-        module = model.get_submodule(module_name)
+    for module, of_module in members.values():
         put(module, Several(of_module))
 
 
@@ -196,7 +221,7 @@ def rows(model: Decoder, names: Sequence[str]) -> Iterator[None]:
 
     Args:
         model: from `add_several`.
-        names: for each row of the batches that the model is given.
+        names: for each row of the batches that the model is given, or one for all rows.
     """
     chosen = [added for _, _, added in adapted(model) if isinstance(added, Several)]
     for several in chosen:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 
@@ -22,17 +21,25 @@ def cut_of(weight: torch.Tensor) -> int | None:
     return next((placement.dim for placement in weight.placements if isinstance(placement, Shard)), None)
 
 
-def distribute(adapter: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, int]) -> None:
+def distribute(adapter: nn.Module, weight: DTensor, cuts: Mapping[int, Mapping[str, int]]) -> None:
     """Make DTensors of an adapter's parameters, which are on the meta device.
 
     Args:
         adapter: of one module.
-        mesh: one-dimensional, the ranks of tensor parallelism.
-        cuts: dimension that is cut, by the name of the parameter; the others are whole.
+        weight: the module's, [O, I], or [E, O, I] of experts, which expert parallelism cuts in the first dimension.
+        cuts: {dimension of [O, I] that tensor parallelism cuts: {parameter: its dimension that is cut}}; the others are
+            whole.
     """
+    stack = weight.ndim - 2
     for name, parameter in list(adapter.named_parameters(recurse=False)):
-        placement: Placement = Shard(cuts[name]) if name in cuts else Replicate()
-        value = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        placements: list[Placement] = []
+        for placement in weight.placements:
+            dim = placement.dim if isinstance(placement, Shard) else None
+            if dim is None or (dim >= stack and name not in cuts.get(dim - stack, {})):
+                placements.append(Replicate())
+            else:
+                placements.append(Shard(dim if dim < stack else cuts[dim - stack][name] + stack))
+        value = distribute_tensor(parameter.detach(), weight.device_mesh, placements, src_data_rank=None)
         adapter.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 

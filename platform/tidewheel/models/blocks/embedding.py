@@ -42,6 +42,10 @@ class Embedding(nn.Embedding):
         assert positions is not None
         return x_BLD + look_up(positions, self.positions, self.output_dtype)
 
+    def look_up(self, tokens: torch.Tensor, rows_VN: torch.Tensor) -> torch.Tensor:
+        """Return the rows [B, L, N] of another matrix [V, N], which has a row for each token as the embedding has."""
+        return look_up(tokens, rows_VN)
+
 
 def look_up(rows: torch.Tensor, weight_VD: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the rows [..., D] of a matrix.

@@ -56,6 +56,8 @@ class Experts(nn.Module):
         first rank."""
         self.arithmetic = Arithmetic()
         """Computes products and activations; reproducible mode replaces it."""
+        self.adapter: Any = None
+        """Adds to the products of some matrices; see `models.adapting.experts.Updates`."""
 
     def forward(self, rows_RD: torch.Tensor, counts_GE: torch.Tensor) -> torch.Tensor:
         """Return the output of each row's expert, [R, D] in the dtype of matrix products.
@@ -78,7 +80,8 @@ class Experts(nn.Module):
             bias = local_part(bias)
             if name == "w2":
                 bias = bias * self.output_bias_share
-        return self.arithmetic.product(rows, local_part(weight).to(rows.dtype), bias, counts_GE, name)
+        product = self.arithmetic.product(rows, local_part(weight).to(rows.dtype), bias, counts_GE, name)
+        return product if self.adapter is None else self.adapter(self, product, rows, counts_GE, name)
 
 
 class Arithmetic:

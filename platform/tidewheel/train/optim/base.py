@@ -93,6 +93,10 @@ class Optimizer(Part):
         """
         return 4.0 * parameters * len([name for name in self.STATE if name != COUNT])
 
+    def host_bytes(self, parameters: int, block_matrices: int) -> float:
+        """Return how many of `state_bytes` are in host memory where there are GPUs; see it for the arguments."""
+        return 0.0
+
     def stored(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the checkpoint's form of a state tensor: {name: plain tensor or DTensor that shares its memory}.
 

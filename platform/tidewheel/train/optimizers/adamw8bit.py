@@ -20,17 +20,24 @@ class AdamW8bit(AdamW):
     NOT_REPRODUCIBLE = "keeps its moments in blocks, whose bounds follow the shards"
     NOT_OFFLOADABLE = "quantises its moments on the device that trains"
 
+    paged: bool = False
+    """Keep the moments of matrices in host memory. On a GPU an update brings those of one parameter at a time, so the
+    GPU's memory holds hardly any (the paged optimizers of https://arxiv.org/abs/2305.14314, section 3)."""
+
     def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
         from tidewheel.train.optimizers.rules import adamw8bit
 
         by_decay = groups(named, self.weight_decay)
         optimizer = adamw8bit.AdamW8bit(by_decay, lr=self.learning_rate, betas=self.betas, eps=self.epsilon,
-                                        fused=on_cuda(by_decay))
+                                        fused=on_cuda(by_decay), paged=self.paged)
         optimizer.prepare()
         return [optimizer]
 
     def state_bytes(self, parameters: int, block_matrices: int) -> float:
         return parameters * (2 + 8 / 256)  # two codes per parameter, and two fp32 scales per block of 256
+
+    def host_bytes(self, parameters: int, block_matrices: int) -> float:
+        return self.state_bytes(parameters, block_matrices) if self.paged else 0.0
 
     def stored(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         from tidewheel.train.optimizers.rules import adamw8bit

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tidewheel.models.adapter import MARK
 from tidewheel.models.adapting.attach import adapted
+from tidewheel.models.adapting.experts import StackedLinear
 from tidewheel.models.adapting.nf4 import Nf4Linear
 from tidewheel.models.initial_values import normal_rows
 from tidewheel.train.parallel.initial_parts import Draw, fill, own_indices
@@ -72,20 +73,19 @@ def init_adapter(model: ParallelModel, seed: int) -> None:
             return torch.full((len(rows), *shape[1:]), mean)
         return mean + normal_rows(name, shape, seed, rows, std)
 
-    parameters = {**dict(model.named_parameters()), **model.constants()}
-    for name, parameter in parameters.items():
+    for name, parameter in (*model.named_parameters(), *model.constants().items()):
         fill(name, parameter, draw)
     for part in model.parts:
-        for name, layer, added in adapted(part):
+        for _, layer, added in adapted(part):
             start = getattr(added, "start", None)
-            if start is None or not isinstance(layer, nn.Linear | nn.Embedding):
+            if start is None or not isinstance(layer, nn.Linear | nn.Embedding | StackedLinear):
                 continue
             for key, value in start(whole_weight(layer)).items():
-                _set_part(parameters[f"{name}.adapter.{key}"], value)
+                _set_part(getattr(added, key), value)
     model.refresh()
 
 
-def whole_weight(layer: nn.Linear | nn.Embedding) -> torch.Tensor:
+def whole_weight(layer: nn.Linear | nn.Embedding | StackedLinear) -> torch.Tensor:
     """Return the whole matrix of a layer, gathered. All ranks that share it call this together."""
     if not isinstance(layer, Nf4Linear):
         return _whole(layer.weight.detach())
@@ -124,6 +124,7 @@ def _wide(layer: Nf4Linear, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
     codes = layer.codes.detach()
     if not isinstance(codes, DTensor):
         return torch.empty(shape, dtype=dtype)
-    part = torch.empty(codes.to_local().shape[0], layer.in_features, dtype=dtype)
+    rows, columns = codes.to_local().shape
+    part = torch.empty(rows, 2 * columns, dtype=dtype)  # a byte has two codes
     return DTensor.from_local(part, codes.device_mesh, codes.placements, run_check=False, shape=torch.Size(shape),
                               stride=(layer.in_features, 1))

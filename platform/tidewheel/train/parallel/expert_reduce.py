@@ -34,7 +34,9 @@ class _OfExperts(OrderedReduceScatter):
             return
         group: Any = self._unit._get_fsdp_state()._fsdp_param_group
         parameters = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
-        taken = [self._by_source.take(parameter._module_info.param_name) for parameter in parameters]
+        begins = {module: f"{name}." if name else "" for name, module in cast(Any, self._unit).named_modules()}
+        infos = [parameter._module_info for parameter in parameters]
+        taken = [self._by_source.take(begins[info.module] + info.param_name) for info in infos]
         dims = [parameter.fsdp_placement.dim for parameter in parameters]
         flats = {nodes[0][0]: _flat([gradients for _, gradients in nodes], dims, self._ranks)
                  for nodes in zip(*taken, strict=True)}

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.adapting.counts import BLOCK, nf4_refusal
 from tidewheel.models.family import Model
 from tidewheel.models.moe.config import MixtureOfExperts
 from tidewheel.parts import name_of
@@ -149,9 +150,11 @@ def _adapter(config: TrainConfig) -> str | None:
                 "activation_checkpointing full")
     if adapter.base == "plain":
         return None
-    if config.parallel.tensor > 1:
-        return (f"adapter.base {adapter.base} cannot be sharded by parallel.tensor {config.parallel.tensor}, because "
-                f"its blocks of entries would be cut; {last}: parallel.tensor 1 with data zero3")
+    if (uneven := nf4_refusal(config.model, config.parallel.tensor)) is not None:
+        smaller = [size for size in divisors(config.parallel.tensor) if nf4_refusal(config.model, size) is None]
+        return (f"adapter.base {adapter.base} keeps blocks of {BLOCK} entries of a row, which the {uneven[1]} inputs "
+                f"of {uneven[0]} with parallel.tensor {config.parallel.tensor} are not; {last}: "
+                f"{f'parallel.tensor {max(smaller)}' if smaller else 'adapter.base plain'}")
     if config.precision == "fp8":
         return f"adapter.base {adapter.base} has no fp8 products; {last}: precision bf16"
     return None

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tidewheel.models.adapting.nf4 import Nf4Linear
 from tidewheel.models.loss import product_dtype
 from tidewheel.models.products import Products, local, side_by_side, split
 
@@ -78,6 +79,9 @@ class ColumnProducts(Products):
     def _product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
         """Return this rank's part of a layer's output, through its adapter if it has one."""
         def base(x: torch.Tensor) -> torch.Tensor:
+            if isinstance(layer, Nf4Linear):
+                bias = _local_bias(layer)
+                return layer.product(x) if bias is None else layer.product(x) + bias.to(x.dtype)
             return F.linear(x, local(layer.weight), _local_bias(layer))
 
         adapter: Any = getattr(layer, "adapter", None)

@@ -29,42 +29,48 @@ def shard_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
 
 
-class VocabularyEmbedding(nn.Module):
-    """An embedding with sharded rows and an output sharded by positions; replaces `nn.Embedding`.
+class VocabularyEmbedding(Embedding):
+    """An embedding with sharded rows and an output sharded by positions; replaces `Embedding`.
 
     With torch's `RowwiseParallel`, every rank computes the gradient of all V rows of an embedding. Here each rank
     computes that of its own rows.
     """
 
-    output_dtype: torch.dtype | None = None
-    """Dtype of the result; default: that of the weight."""
-
     def __init__(self, whole: Embedding, mesh: DeviceMesh) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # the parameters are those of `whole`
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.weight, self.mesh, self.scale = shard_rows(whole.weight, mesh), mesh, whole.scale
         self.positions = None if whole.positions is None else shard_rows(whole.positions, mesh)
 
-    def forward(self, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Return the embeddings [B, L/T, D] of int64 [B, L]; L must be a multiple of T.
 
         Args:
-            tokens_BL: int64.
-            positions_BL: integers, needed if positions are learned; the number of these is a multiple of T.
+            tokens: int64.
+            positions: integers, needed if positions are learned; the number of these is a multiple of T.
         """
-        part_BLD = self._own(tokens_BL, self.weight)
+        part_BLD = self._own(tokens, self.weight, self.output_dtype)
         if self.scale != 1.0:
             part_BLD = part_BLD * self.scale
         if self.positions is not None:
-            assert positions_BL is not None
-            part_BLD = part_BLD + self._own(positions_BL, self.positions)
-        part = DTensor.from_local(part_BLD, self.mesh, [Partial()], run_check=False)
-        return part.redistribute(placements=[Shard(1)]).to_local().clone()  # FSDP2 cannot guard a view
+            assert positions is not None
+            part_BLD = part_BLD + self._own(positions, self.positions, self.output_dtype)
+        return self._sum(part_BLD).clone()  # FSDP2 cannot guard a view
 
-    def _own(self, ids_BL: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def look_up(self, tokens: torch.Tensor, rows_VN: torch.Tensor) -> torch.Tensor:
+        """Return the rows [B, L/T, N] of this rank's positions; see `Embedding.look_up`."""
+        return self._sum(self._own(tokens, rows_VN))
+
+    def _sum(self, part_BLD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's positions [B, L/T, D] of the sum over ranks."""
+        part = DTensor.from_local(part_BLD, self.mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[Shard(1)]).to_local()
+
+    def _own(self, ids_BL: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the rows of a sharded matrix that this rank has, [B, L, D], and zeros for the others."""
         rows_SD = _local(rows)
         row_BL, here_BL = _own_rows(ids_BL, rows_SD.shape[0], self.mesh)
-        return look_up(row_BL, rows_SD, self.output_dtype) * here_BL[..., None]
+        return look_up(row_BL, rows_SD, dtype) * here_BL[..., None]
 
 
 def whole_logits(x_BLD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tidewheel.train.guards.config import GuardsConfig
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.model_optimizer import ModelOptimizer, is_fused
-from tidewheel.train.optimizers.rules import on_device
+from tidewheel.train.optimizers.rules import adamw8bit, on_device
 from tidewheel.train.runtime import Runtime
 
 FACTOR = 0.25
@@ -80,6 +81,36 @@ def test_a_withheld_fused_update_changes_no_bit(kind: str, gradient: float, monk
         assert torch.equal(after[name], expected), name
     update(weights, optimizer, 1)
     assert not any(torch.equal(weights.held[name], before[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_paged_moments_stay_in_host_memory_and_change_no_bit(fused: bool, monkeypatch: pytest.MonkeyPatch):
+    """The fused update works on copies, as on a GPU: none of the kept moments reaches it."""
+    fuse(monkeypatch, fused)
+    plain, optimizer = made("adamw8bit")
+    paged, other = made("adamw8bit", paged=True)
+    kept = {name: (state, state.data_ptr()) for name, state in training_state(paged, other)["optimizer"].items()}
+    seen: set[int] = set()
+    for kernel in ("_update", "_update_quantised"):
+        inner = getattr(adamw8bit, kernel)
+
+        def watched(*arguments: Any, inner: Any = inner) -> None:
+            seen.update(part.data_ptr() for part in arguments if isinstance(part, torch.Tensor) and part.ndim > 1)
+            inner(*arguments)
+
+        monkeypatch.setattr(adamw8bit, kernel, watched)
+    for step in range(4):
+        paged.take(other, range(step, step + 1))
+    assert bool(seen) is fused
+    matrices = {name: place for name, place in kept.items() if place[0].ndim > 1}
+    assert not seen & {pointer for _, pointer in matrices.values()}
+    plain.take(optimizer, range(4))
+    for name, expected in plain.held.items():
+        assert torch.equal(paged.held[name], expected), name
+    expected_state = training_state(plain, optimizer)["optimizer"]
+    for name, (state, pointer) in kept.items():
+        assert (state.device.type, state.data_ptr()) == ("cpu", pointer), name
+        assert torch.equal(state, expected_state[name]), name
 
 
 def test_an_optimizer_that_is_not_fused_beside_one_that_is():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -30,12 +31,15 @@ class AdamW8bit(TorchaoAdamW8bit):
     Args:
         params: parameters or parameter groups.
         fused: take the gradient's scale and whether to update on the device, see `on_device`.
+        paged: keep the moments of matrices in host memory, pinned if the parameters are on CUDA. An update with `fused`
+            copies those of one parameter to its device, and back. Elsewhere the host computes, with the moments there.
         settings: of `torchao.optim.AdamW8bit`.
     """
 
-    def __init__(self, params: Any, *, fused: bool = False, **settings: Any) -> None:
+    def __init__(self, params: Any, *, fused: bool = False, paged: bool = False, **settings: Any) -> None:
         super().__init__(params, **settings)
         self._step_supports_amp_scaling = fused
+        self._paged = paged
 
     def prepare(self) -> None:
         """Allocate the state of all parameters at zero."""
@@ -47,21 +51,22 @@ class AdamW8bit(TorchaoAdamW8bit):
                                          "exp_avg_sq": self._new_buffer(parameter, False)}
 
     def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
-        if p.dim() < 2 or p.shape[-1] % self.block_size:
-            return torch.zeros_like(p)
         part = p.to_local() if isinstance(p, DTensor) else p
-        if part.shape[-1] % self.block_size:
+        quantises = p.dim() > 1 and p.shape[-1] % self.block_size == 0
+        if not quantises and not (self._paged and p.dim() > 1):
+            return torch.zeros_like(p)
+        if quantises and part.shape[-1] % self.block_size:
             raise ConfigError(f"a weight {list(p.shape)} is cut into columns of {part.shape[-1]}, no multiple of "
                               f"{self.block_size}", where="optimizer.kind adamw8bit",
                               fix="lower parallel.tensor, or use adamw")
-        if part.numel() == 0:  # a rank without rows has nothing to quantise
-            moment = torch.zeros_like(part)
-        else:
-            moment = OptimState8bit.zeros(part.shape, signed, self.block_size, part.device, dtype=part.dtype)
-        if not isinstance(p, DTensor):
-            return moment
-        return DTensor.from_local(moment, p.device_mesh, p.placements, run_check=False, shape=p.shape,
-                                  stride=p.stride()).to(p.device)
+        device = torch.device("cpu") if self._paged else part.device
+        if quantises and part.numel():
+            moment = OptimState8bit.zeros(part.shape, signed, self.block_size, device, dtype=part.dtype)
+        else:  # a rank without rows has nothing to quantise
+            moment = torch.zeros_like(part, device=device)
+        if self._paged and part.is_cuda:
+            moment = _converted(moment, torch.Tensor.pin_memory)
+        return _placed(p, moment, p.shape)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update the parameters that have a gradient; compiled on CUDA only, because compiling on CPU is too slow."""
@@ -80,12 +85,41 @@ class AdamW8bit(TorchaoAdamW8bit):
             settings = (group["lr"], *group["betas"], group["weight_decay"], group["eps"], scale, skip)
             for parameter in held:
                 weight, gradient, state = local(parameter), local(parameter.grad), self.state[parameter]
-                first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
+                kept = [local(state["exp_avg"]), local(state["exp_avg_sq"])]
+                pages = self._paged and weight.dim() > 1
+                first, second = [_on(moment, weight.device) for moment in kept] if pages else kept
                 if isinstance(first, OptimState8bit) and isinstance(second, OptimState8bit):
                     _update_quantised(weight, gradient, state["step"], first.codes, first.scale, first.qmap,
                                       second.codes, second.scale, second.qmap, *settings)
                 else:
                     _update(weight, gradient, state["step"], first, second, *settings)
+                if pages:
+                    for moment, changed in zip(kept, (first, second)):
+                        _copy(changed, moment)
+            if self._paged and local(held[0]).is_cuda:
+                torch.cuda.current_stream().synchronize()  # the host reads the moments to save them
+
+
+def _converted(moment: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a moment whose tensors are converted: the moment itself, or its codes, scales and values of codes."""
+    if not isinstance(moment, OptimState8bit):
+        return convert(moment)
+    return OptimState8bit(convert(moment.codes), convert(moment.scale), convert(moment.qmap), moment.signed,
+                          dtype=moment.dtype)
+
+
+def _on(moment: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a moment on a device."""
+    return _converted(moment, lambda part: part.to(device, non_blocking=True, copy=True))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a moment to another in place."""
+    if isinstance(source, OptimState8bit) and isinstance(target, OptimState8bit):
+        target.codes.copy_(source.codes, non_blocking=True)
+        target.scale.copy_(source.scale, non_blocking=True)
+    else:
+        target.copy_(source, non_blocking=True)
 
 
 @kernel(dynamic=False)
@@ -158,5 +192,6 @@ def _placed(like: torch.Tensor, part: torch.Tensor, shape: Sequence[int]) -> tor
     if not isinstance(like, DTensor):
         return part
     stride = tuple(math.prod(shape[dimension + 1:]) for dimension in range(len(shape)))
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape),
-                              stride=stride)
+    meta = TensorMeta(torch.Size(shape), stride, part.dtype)
+    # `DTensor.from_local` would copy a part in host memory to the device of the mesh
+    return DTensor(part, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
