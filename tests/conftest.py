@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,21 +19,34 @@ settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tidewheel"))
 
 LONGEST_FIRST = (
-    "cluster/test_docs.py", "unit/test_types.py", "cluster/test_elastic.py", "unit/train/reproducible/test_ranks.py",
-    "cluster/test_jobs.py", "unit/train/parallel/test_equivalence.py", "cluster/test_demo.py", "unit/test_storage.py",
-    "cluster/data/test_pipeline.py", "unit/test_storage_faults.py", "cluster/test_wheel.py",
-    "unit/train/parallel/test_checkpoints.py", "cluster/test_left_out.py", "unit/data/readers/test_bombs.py",
-    "cluster/test_two_drivers.py", "unit/checkpoint/test_saves_in_time.py", "cluster/test_local_cluster.py",
-    "unit/train/test_storage_misbehaves.py", "cluster/test_placement.py", "unit/train/test_running_ahead.py",
-    "cluster/test_same_bytes.py", "unit/test_retry.py", "chaos/test_pipeline_kill.py",
-    "unit/train/parallel/test_pipeline.py", "cluster/test_background.py", "unit/train/test_settle.py",
-    "cluster/test_blips.py", "unit/train/parallel/test_tensor.py", "cluster/test_pipeline_storage.py",
-    "unit/checkpoint/memory_tier/test_orphans.py", "cluster/test_in_place.py", "unit/train/test_fp8.py",
-    "cluster/test_stops.py", "unit/train/test_loop.py", "cluster/test_nccl_like.py")
-"""Files that take about 20 seconds or more. Files that wait for a cluster alternate with files that compute.
+    "cluster/test_docs.py", "cluster/data/test_pipeline.py", "unit/test_types.py", "cluster/test_elastic.py",
+    "unit/train/reproducible/test_ranks.py", "cluster/test_demo.py", "unit/test_storage.py", "cluster/test_jobs.py",
+    "unit/train/parallel/test_equivalence.py", "cluster/test_wheel.py", "unit/data/readers/test_bombs.py",
+    "cluster/test_same_bytes.py", "unit/train/parallel/test_async_tensor.py", "cluster/test_two_drivers.py",
+    "unit/test_storage_faults.py", "cluster/test_left_out.py", "unit/train/parallel/test_families.py",
+    "cluster/test_pipeline_storage.py", "unit/train/parallel/test_checkpoints.py", "cluster/test_local_cluster.py",
+    "unit/train/test_storage_misbehaves.py", "cluster/test_blips.py", "unit/train/test_settle.py",
+    "cluster/test_background.py", "unit/checkpoint/test_saves_in_time.py", "cluster/test_placement.py",
+    "unit/test_retry.py", "cluster/test_in_place.py", "unit/train/test_running_ahead.py", "chaos/test_pipeline_kill.py",
+    "unit/train/test_bad_steps.py", "cluster/test_stops.py", "unit/test_layout.py", "cluster/test_nccl_like.py",
+    "unit/train/reproducible/test_resume.py", "cluster/test_busy_survivor.py",
+    "unit/checkpoint/memory_tier/test_orphans.py", "unit/stores/test_object_faults.py",
+    "unit/checkpoint/test_corruption.py", "k8s/test_lint.py", "unit/data/text/test_kernel_cache.py",
+    "unit/train/test_fp8.py", "unit/train/parallel/test_pipeline.py", "unit/train/parallel/test_tensor.py",
+    "unit/train/parallel/test_resharding.py", "unit/elastic/test_age.py", "unit/test_secrets.py",
+    "unit/test_gpu_benchmark.py", "unit/train/test_loop.py")
+"""Files that take about 15 seconds or more. Files that wait for a cluster alternate with files that compute.
 
 pytest-xdist hands out whole files. A worker that begins a long file last leaves the others without work.
 """
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return the scheduler for `--dist loadfile`; None leaves the choice to pytest-xdist."""
+    from tests.scheduler import FilesAndFolders
+
+    return FilesAndFolders(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -239,6 +239,10 @@ def largest_partition(output: str) -> int:
     return max(units.read_json(entry.key)["summary"]["bytes"] for entry in units.list() if entry.key.endswith(".json"))
 
 
+HOLD_SECONDS = 600.0
+"""Time that a run waits at `--hold`."""
+
+
 class PlainDataset:
     """The methods of a Ray dataset that the stages use, run in this process to measure the cost without Ray."""
 
@@ -284,6 +288,7 @@ def main() -> None:
     parser.add_argument("--folder", help="folder of a private Ray")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--code", help="folder with the user's own modules, which only the driver knows at first")
+    parser.add_argument("--hold", help="line of the progress at which the run waits to be killed")
     arguments = parser.parse_args()
     sys.path += [arguments.code] if arguments.code else []
     from tidewheel.cluster.few_processes import few_processes
@@ -310,6 +315,8 @@ def main() -> None:
     def on_progress(stage: str, done: int, total: int, note: str) -> None:
         with open(arguments.marker, "a") as sink:
             sink.write(f"{stage} {done}/{total}\n")
+        if arguments.hold == f"{stage} {done}/{total}":
+            time.sleep(HOLD_SECONDS)
 
     began, cpu = time.time(), session_cpu_seconds()
     recipe = build(PipelineConfig, json.loads(arguments.recipe))

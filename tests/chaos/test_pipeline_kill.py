@@ -51,13 +51,12 @@ def corpus(folder: Path) -> None:
         (folder / f"{file}.jsonl").write_text("\n".join(lines))
 
 
-@pytest.mark.timeout(600)
 def test_a_pipeline_killed_three_times_writes_the_bytes_of_an_undisturbed_run(tmp_path):
     corpus(tmp_path / "in")
     write_filters(tmp_path / "code")
     input, output, code = str(tmp_path / "in"), tmp_path / "killed", ("--code", str(tmp_path / "code"))
     quiet = Driver(RECIPE, input, str(tmp_path / "quiet"), "--plain", *code)
-    assert quiet.wait(120)
+    assert quiet.wait(600)
     assert quiet.process.returncode == 0
     progress = quiet.lines()
     quiet.close()
@@ -77,7 +76,9 @@ def test_a_pipeline_killed_three_times_writes_the_bytes_of_an_undisturbed_run(tm
     # each run continues where the one before was killed, so the moments are sorted; the last ones are too near the end
     moments = sorted(generator.sample(range(1, len(progress) - 4), KILLS))
     for kill, moment in enumerate(moments):
-        driver = Driver(RECIPE, input, str(output), *(["--cpus", "2"] if kill in ON_RAY else ["--plain"]), *code)
+        # on a busy machine the run may be near its end before this process sees the moment: it waits there
+        driver = Driver(RECIPE, input, str(output), *(["--cpus", "2"] if kill in ON_RAY else ["--plain"]), *code,
+                        "--hold", progress[-2])
         while driver.process.poll() is None and max(map(progress.index, driver.lines()), default=-1) < moment:
             time.sleep(0.002)
         time.sleep(generator.random() * (0.3 if kill in ON_RAY else 0.03))
@@ -91,14 +92,13 @@ def test_a_pipeline_killed_three_times_writes_the_bytes_of_an_undisturbed_run(tm
     assert not left
 
 
-@pytest.mark.timeout(300)
 def test_a_second_pipeline_on_one_output_is_refused_and_names_the_writer(tmp_path):
     corpus(tmp_path / "in")
     output = tmp_path / "out"
     write_filters(tmp_path / "code")
     with holding(store(output).child(LEASES), "pipeline", "another pipeline is writing to this output"):
         refused = Driver(RECIPE, str(tmp_path / "in"), str(output), "--plain", "--code", str(tmp_path / "code"))
-        assert refused.wait(120)
+        assert refused.wait(600)
         with pytest.raises(RuntimeError, match=rf"another pipeline is writing to this output: process {os.getpid()}"):
             refused.watch()
     assert not (output / "shards" / "manifest.json").exists()

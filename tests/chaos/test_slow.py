@@ -14,7 +14,7 @@ from tidewheel.elastic.coordinator import actor_name
 from tidewheel.elastic.nodes import NAMESPACE
 from tidewheel.train.audit import audit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def _standby_workers(world: World) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.training import run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.long]
 
 
 def test_a_disturbed_run_has_the_result_of_an_undisturbed_one(tmp_path: Path):

@@ -33,10 +33,10 @@ ONE_SAVE = "checkpoint.every_steps=100000"
 """Setting of runs in which no save may fail: a worker lost during a save would rightly fail it."""
 
 
-def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault: Fault | None) -> None:
-    """Run a worker. Until a file "hurry" exists beside the run, steps are slow, and the last ones so slow that the run
+def slow_steps(settings: TrainConfig, hurry: Path) -> None:
+    """Let this process take its steps slowly until the file `hurry` exists, and the last ones so slowly that the run
     cannot end before the test does."""
-    step, hurry = loop.Loop._enqueue, Path(settings.run.uri) / "hurry"
+    step = loop.Loop._enqueue
 
     def slow_step(self: loop.Loop, number: int, *arguments: Any) -> Any:
         late = number > settings.steps - LAST_STEPS
@@ -46,6 +46,11 @@ def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault:
         return step(self, number, *arguments)
 
     loop.Loop._enqueue = slow_step  # type: ignore[method-assign]
+
+
+def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault: Fault | None) -> None:
+    """Run a worker with slow steps until a file "hurry" exists beside the run."""
+    slow_steps(settings, Path(settings.run.uri) / "hurry")
     if fault is not None:
         fault(node, Path(settings.run.uri) / "fault")
     signal.signal(signal.SIGTERM, lambda *_: notice())  # on a cluster, `ray_workers` installs it
@@ -76,7 +81,7 @@ class Group:
     def step(self) -> int:
         return int(self.coordinator.snapshot().progress.get("step", 0))
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 240.0) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 600.0) -> None:
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, "\n".join(map(str, self.events()))

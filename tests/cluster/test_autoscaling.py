@@ -13,7 +13,7 @@ import ray
 from tests.benchmarks.autoscaling import GROUPS, Watch, scale_pipeline, scale_training, violations
 from tidewheel.cluster.local import LocalCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def test_groups_grow_for_the_work_and_shrink_after_it(tmp_path: Path):

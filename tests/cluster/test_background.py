@@ -18,7 +18,7 @@ import pytest
 
 from tidewheel.cluster import background
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 LINES = 40
 JOB = ("import os, time\nprint('cluster', os.environ['RAY_ADDRESS'])\n"
@@ -74,7 +74,7 @@ def environment(tmp_path_factory):
 
 
 def tidewheel(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tidewheel.cli", *words], env=environment, text=True, timeout=120,
+    return subprocess.run([sys.executable, "-m", "tidewheel.cli", *words], env=environment, text=True, timeout=600,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, check=False)
 
 
@@ -124,12 +124,12 @@ def test_a_job_is_followed_through_lost_connections(cluster, environment):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     log = Path(cluster.folder, "ray/session_latest/logs/job-driver-one.log")
     for line in (5, 20):
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not (log.exists() and f"line {line}\n" in log.read_text()):
             assert time.monotonic() < until
             time.sleep(0.05)
         proxy.cut(0.7)
-    out, err = following.communicate(timeout=60)
+    out, err = following.communicate(timeout=600)
     assert following.returncode == 7, err
     assert [int(number) for number in re.findall(r"^line (\d+)$", out, re.MULTILINE)] == list(range(LINES))
     assert "lost" in err or "does not answer" in err
@@ -162,7 +162,7 @@ def test_nodes_are_added_drained_and_killed(cluster, environment):
     assert "ends in 1 s" in tidewheel(environment, "cluster", "drain", "gpu-spot", "--notice", "1").stdout
     killed = tidewheel(environment, "cluster", "kill", "data")
     assert "is gone, with" in killed.stdout
-    until = time.monotonic() + 90
+    until = time.monotonic() + 600
     while sorted(states(environment, "gpu-spot")) != ["alive", "dead"]:
         assert time.monotonic() < until
         time.sleep(0.2)

@@ -13,7 +13,7 @@ from tests.cluster.in_place import Group, finished, prepare
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.shards.loader import Loader
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 AHEAD = 4
 """Batches that are read ahead."""

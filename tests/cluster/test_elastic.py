@@ -33,7 +33,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.logs.read import LineFilter, RunLogs
 from tidewheel.train.time_ledger import summarise
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 LENGTH, VOCABULARY, ROWS = 64, 256, 640
 SAVE_EVERY = 10
@@ -132,7 +132,7 @@ class At:
 
     def join(self) -> None:
         for thread in self.threads:
-            thread.join(timeout=60)
+            thread.join(timeout=600)
 
 
 def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path, record_property):
@@ -392,7 +392,7 @@ def test_the_driver_is_killed_and_started_again(cluster, shards, tmp_path):
         if int(line) >= 12:
             driver.kill()
             break
-    driver.wait(timeout=120)
+    driver.wait(timeout=600)
     driver.stdout.close()
     assert fit(config).steps == config.steps
     audited = audit(config.run_uri)

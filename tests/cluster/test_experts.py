@@ -17,7 +17,7 @@ from tidewheel.cluster.local import LocalCluster
 from tidewheel.elastic.trainer import fit_local, run_workers
 from tidewheel.train.audit import audit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 STEPS = 60
 COMMON: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.elastic.trainer import fit_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture

@@ -21,9 +21,12 @@ from tidewheel.storage import store
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+FEW_STEPS = ("partitions=1", "steps=[dedup_exact, {tokenize: {train: {vocabulary_size: 512, sample_bytes: 200000}}}, "
+             "{pack: {sequence_length: 64}}]")
+"""Settings of a pipeline that prepares data quickly; `test_demo.py` and the first page of the docs run all steps."""
 MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2, "tie_embeddings": True}
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,8 @@ def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_firs
     The training's model family, optimizer, schedule and objective are in the submitted folder.
     """
     prepared = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
-                      "--input", str(place / "raw"), "--output", str(place / "clean"))
+                      "--input", str(place / "raw"), "--output", str(place / "clean"),
+                      *(word for setting in FEW_STEPS for word in ("--set", setting)))
     assert prepared.returncode == 0, prepared.stdout
     assert "shards:" in prepared.stdout  # the user sees the job's logs
     assert (place / "clean/shards/manifest.json").is_file()
@@ -74,15 +78,15 @@ def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_firs
     tidewheel = [sys.executable, "-m", "tidewheel.cli"]
     following = subprocess.Popen([*tidewheel, "submit", "--id", "to-stop", "--", *command],
                                  cwd=own, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while not read(store(run), "batches.jsonl"):
         assert following.poll() is None, following.communicate()[0]
         assert time.monotonic() < until
         time.sleep(0.2)
     stopped = subprocess.run([*tidewheel, "job", "stop", "to-stop"], env=environment, text=True, capture_output=True,
-                             timeout=150, check=True)
+                             timeout=600, check=True)
     assert stopped.stdout == "to-stop: stopped\n"
-    output, _ = following.communicate(timeout=60)
+    output, _ = following.communicate(timeout=600)
     assert following.returncode == 143, output
     assert "saved at step" in output
     saved = [found.step for found in list_checkpoints(store(run).child("checkpoints")) if found.complete]

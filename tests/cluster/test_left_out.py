@@ -14,7 +14,7 @@ from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.errors import StorageAwayError
 from tidewheel.shards.loader import Loader
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 BAD = "node of b"
 ECC = "CUDA error: uncorrectable ECC error encountered"

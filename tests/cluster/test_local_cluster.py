@@ -16,7 +16,7 @@ from ray.job_submission import JobSubmissionClient
 from tidewheel.cluster.local import LocalCluster, NodeHandle
 from tidewheel.errors import ClusterError
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 
 def alive(pid: int) -> bool:
@@ -26,7 +26,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int], seconds: float = 90) -> bool:
+def gone(pids: list[int], seconds: float = 600) -> bool:
     until = time.monotonic() + seconds
     while any(map(alive, pids)):
         if time.monotonic() > until:
@@ -54,7 +54,7 @@ def test_nodes_die_and_join():
             began = time.monotonic()
             assert first.pid in cluster.kill_node(first)
             while sum(row["Alive"] for row in ray.nodes()) == 3:
-                assert time.monotonic() - began < 120
+                assert time.monotonic() - began < 600
                 time.sleep(0.05)
             assert gone(processes)
             with pytest.raises(ClusterError, match="no such worker node"):
@@ -105,7 +105,7 @@ def test_nothing_is_left_when_the_owner_ends(end):
     assert len(pids) > 1
     if end != "exception":
         owner.send_signal(signal.Signals[end])
-    owner.wait(timeout=90)
+    owner.wait(timeout=600)
     owner.stdout.close()
     assert gone([int(pid) for pid in pids])
     assert not Path(folder).exists()

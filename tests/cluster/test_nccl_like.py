@@ -15,7 +15,7 @@ from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.train.cuda_environment import prepare_environment
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 
 def on_nccl(node: str, path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.unit.workflow.test_overlap import overlapped
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.launch import RayLauncher, execute
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 class FromHere(RayLauncher):

@@ -29,7 +29,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.logs.read import LineFilter, RunLogs
 
 # `test_wheel.py` does the same with the parts of a wheel's user
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 SMALL = ("steps=8", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
          "evaluation.every_steps=0", "evaluation.sample_tokens=0", "checkpoint.every_steps=2")
 
@@ -53,7 +53,7 @@ def test_own_parts_travel_and_a_killed_worker_changes_no_bit(tmp_path: Path, mon
         hold.touch()
         with ThreadPoolExecutor(1) as pool:
             training = pool.submit(fit, killed)
-            until = time.monotonic() + 120
+            until = time.monotonic() + 600
             while len(waiting := list(tmp_path.glob("waits-*"))) < 2 and time.monotonic() < until:
                 time.sleep(0.05)
             victim = waiting[0].name.partition("-")[2] if len(waiting) == 2 else ""

@@ -18,7 +18,7 @@ from tidewheel.cluster.s3_server import S3Server
 from tidewheel.data import pipeline
 from tidewheel.errors import StorageError, root_cause
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")

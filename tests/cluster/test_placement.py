@@ -24,7 +24,7 @@ from tidewheel.placement import GROUP_LABEL, MARKET_LABEL, matches
 from tidewheel.storage import store
 from tidewheel.train.audit import audit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_ray_reads_selectors_as_we_do(cluster):
             strategy = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
             task: Any = ray.remote(num_cpus=0, scheduling_strategy=strategy, label_selector=selector)(lambda: None)
             try:
-                ray.get(task.remote(), timeout=90)
+                ray.get(task.remote(), timeout=600)
             except ray.exceptions.TaskUnschedulableError:
                 continue
             results.add(row["NodeID"])

@@ -16,7 +16,7 @@ from tidewheel.elastic.trainer import fit_local
 from tidewheel.inference.reference import ReferenceModel, make
 from tidewheel.train.config import TrainConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def prepare(folder: Path) -> TrainConfig:

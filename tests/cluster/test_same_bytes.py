@@ -11,7 +11,7 @@ from tidewheel.cluster.s3_server import S3Server
 from tidewheel.data import pipeline
 from tidewheel.storage import store
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")

@@ -20,23 +20,19 @@ from tidewheel.elastic.trainer import fit_local
 from tidewheel.storage import Store, store
 from tidewheel.train.audit import audit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 DRIVER = """
 import sys, time
 from pathlib import Path
+from tests.cluster.in_place import slow_steps
 from tests.unit.train.helpers import config
 from tidewheel import ownership
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import OwnershipError
-from tidewheel.train import loop
-ownership.LOCAL = ownership.Timing(0.3, 3.0)
-step = loop.start_step
-def slow(*arguments, **named):
-    time.sleep(0.0 if Path(sys.argv[1], "hurry").exists() else 0.1)
-    return step(*arguments, **named)
-loop.start_step = slow
+ownership.LOCAL = ownership.Timing(0.3, 10.0)
 settings = config(Path(sys.argv[1]), "run", "checkpoint.every_steps=8", *sys.argv[3:])
+slow_steps(settings, Path(sys.argv[1], "hurry"))
 try:
     result = fit_local(settings, take_over=sys.argv[2] == "take")
     print("done", result.steps, flush=True)
@@ -59,7 +55,7 @@ def drive(folder: Path, how: str = "", *overrides: str) -> subprocess.Popen[str]
 
 
 def wait_for_checkpoints(run: Store, count: int) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while True:
         head = CommitLog(run.child("checkpoints")).head()
         if head is not None and len(head.checkpoints) >= count:
@@ -76,39 +72,30 @@ def check(run: Store) -> None:
             assert verify_checkpoint(run.child("checkpoints"), info.name) == []
 
 
-def test_a_second_driver_is_refused_with_the_name_of_the_first(folder):
+def test_a_second_driver_is_refused_and_a_stopped_first_one_is_fenced_when_it_returns(folder):
     run = store(config(folder).run_uri)
     first = drive(folder)
     wait_for_checkpoints(run, 1)
-    second = drive(folder, "", "optimizer.learning_rate=3e-2")
-    output, _ = second.communicate(timeout=280)
-    assert second.returncode == 3, output
+    refused = drive(folder, "", "optimizer.learning_rate=3e-2")
+    output, _ = refused.communicate(timeout=600)
+    assert refused.returncode == 3, output
     assert f"the run is being trained by process {first.pid} on" in output
     assert first.poll() is None
-    (folder / "hurry").touch()
-    output, _ = first.communicate(timeout=280)
-    assert "done 150" in output
-    check(run)
-
-
-def test_a_stopped_driver_is_fenced_when_it_returns(folder):
-    run = store(config(folder).run_uri)
-    first = drive(folder)
     wait_for_checkpoints(run, 2)
     os.kill(first.pid, signal.SIGSTOP)
     before = CommitLog(run.child("checkpoints")).head()
     second = drive(folder)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while CommitLog(run.child("checkpoints")).head().epoch == before.epoch:
         assert time.monotonic() < until
         assert second.poll() is None, second.communicate()
         time.sleep(0.1)
     os.kill(first.pid, signal.SIGCONT)
-    output, _ = first.communicate(timeout=280)
+    output, _ = first.communicate(timeout=600)
     assert first.returncode == 3, output
     assert f"the run was taken over by process {second.pid} on" in output
     (folder / "hurry").touch()
-    output, _ = second.communicate(timeout=280)
+    output, _ = second.communicate(timeout=600)
     assert "done 150" in output
     check(run)
     reference = fit_local(config(folder, "undisturbed", *SMALL, "checkpoint.every_steps=0"))
@@ -122,10 +109,10 @@ def test_a_live_driver_is_fenced_on_request(folder):
     first = drive(folder)
     wait_for_checkpoints(run, 1)
     second = drive(folder, "take")
-    output, _ = first.communicate(timeout=280)
+    output, _ = first.communicate(timeout=600)
     assert first.returncode == 3, output
     (folder / "hurry").touch()
-    output, _ = second.communicate(timeout=280)
+    output, _ = second.communicate(timeout=600)
     assert "done 150" in output
     assert CommitLog(run.child("checkpoints")).head().epoch == 1
     check(run)
@@ -140,7 +127,7 @@ def test_a_killed_driver_s_run_is_taken_over_at_once(folder):
     first.wait()
     (folder / "hurry").touch()
     second = drive(folder)
-    output, _ = second.communicate(timeout=280)
+    output, _ = second.communicate(timeout=600)
     assert "done 150" in output
     assert "waiting up to" not in output
     check(run)

@@ -32,7 +32,7 @@ from tidewheel.jsonlog import read
 from tidewheel.storage import store
 from tidewheel.train.config import TrainConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 PACKED = ("pyproject.toml", "README.md", "LICENSE", "platform/tidewheel", "pipelines/demo.yaml",
           "jobs/configs/demo.yaml")
@@ -89,7 +89,7 @@ class User:
         return subprocess.Popen(command, cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, start_new_session=True)
 
-    def finish(self, process: subprocess.Popen[str], seconds: float = 240) -> str:
+    def finish(self, process: subprocess.Popen[str], seconds: float = 600.0) -> str:
         """Wait for a command to succeed, and return its output."""
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output
@@ -97,7 +97,7 @@ class User:
 
     def waiting(self, process: subprocess.Popen[str]) -> list[int]:
         """Return the process ids of the two workers once both wait in the schedule at step 6."""
-        until = time.monotonic() + 180
+        until = time.monotonic() + 600
         while len(waits := list(self.folder.glob("waits-*"))) < 2:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < until, "the workers did not come to step 6"

@@ -11,7 +11,7 @@ import pytest
 WORKING = ("end of log ", "log ", "run owner", "lease ", "state of the run", "metrics", "end of metrics", "hang watch",
            "memory agent")
 """Prefixes of the names of threads that write to storage or send beats, and would disturb the next test."""
-GRACE_SECONDS = 30.0
+GRACE_SECONDS = 120.0
 """Time for a stopped thread to end on a busy machine."""
 
 

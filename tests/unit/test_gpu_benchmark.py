@@ -92,7 +92,7 @@ def test_at_its_limit_the_whole_process_group_of_a_row_ends(tmp_path):
     assert record["status"] == "time limit"
     assert record["reason"] == "stopped after 3 s"
     child = Path(f"/proc/{pid_file.read_text()}/stat")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < until, "the row's child outlives it"
         time.sleep(0.01)

@@ -111,7 +111,7 @@ def test_a_renewal_notices_that_the_run_was_taken_over(run):
     renewal = Renewal(run, record.epoch, lost.append, times=times)
     try:
         assert acquire(run, force=True).epoch == 1
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not lost:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -136,7 +136,7 @@ def test_a_renewal_outlasts_an_unavailable_store(run, monkeypatch):
     log = CommitLog(run.child("checkpoints"))
     renewal = Renewal(run, record.epoch, lost.append, times=Timing(0.02, 0.2))
     try:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while log.last_beat(record.epoch)[0] < 3:
             assert time.monotonic() < until
             time.sleep(0.01)

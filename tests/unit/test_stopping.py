@@ -125,7 +125,7 @@ def test_an_error_after_a_signal_becomes_a_stop():
     def block() -> None:
         with stopping(ends_itself=True) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.requested.wait(5)
+            assert stop.requested.wait(60)
             raise RuntimeError("a worker is gone")
 
     with pytest.raises(Stopped) as stopped:

@@ -401,7 +401,7 @@ def test_a_store_works_in_a_child_process(target: Store, method: str) -> None:
     child = context.Process(target=_in_child, args=(target, answers))
     child.start()
     assert answers.get(timeout=60) == b"1"
-    child.join(20)
+    child.join(60)
     assert target.read("from-child") == b"2"
 
 

@@ -26,8 +26,6 @@ from tidewheel.stores.objects.service import SilentError
 from tidewheel.stores.s3 import S3Service, S3Store
 from tidewheel.time_limit import TimeLimit, bounded
 
-pytestmark = pytest.mark.timeout(180)
-
 SHORT = RetryPolicy(request_seconds=0.5, budget_seconds=2.0)
 """Retry policy for stores that never answer."""
 PATIENT = RetryPolicy(request_seconds=60.0, budget_seconds=0.5)

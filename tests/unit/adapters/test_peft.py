@@ -15,10 +15,15 @@ from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting import attach, merge, nf4, peft_experts, peft_files
 from tidewheel.models.decoder import Decoder
 
-pytest.importorskip("peft")
 TOKENS = torch.arange(5, 38).view(3, 11)
 POSITIONS = torch.arange(11).expand(3, -1)
 SEGMENTS = torch.zeros(3, 11, dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _peft() -> None:
+    """Skip these tests without peft. Its import takes two seconds, and each process of `make test` collects them."""
+    pytest.importorskip("peft")
 
 
 @every(("LoRA", "rsLoRA", "DoRA", "LoRA, ranks by pattern", "LoRA of the embedding", "LoRA of experts", "PiSSA", "IA3",

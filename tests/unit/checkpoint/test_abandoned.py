@@ -16,7 +16,7 @@ from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import StorageError
 from tidewheel.storage import Store
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(params=["local", "s3"])

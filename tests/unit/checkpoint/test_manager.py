@@ -120,7 +120,7 @@ def test_the_copy_is_made_in_the_background_and_training_can_wait(local: LocalSt
     gate, copy = threading.Event(), Stage.copy
 
     def slow(*arguments: Any) -> dict[str, torch.Tensor]:
-        assert gate.wait(20)
+        assert gate.wait(60)
         return copy(*arguments)
 
     monkeypatch.setattr(Stage, "copy", slow)
@@ -152,7 +152,7 @@ def test_a_copy_that_fails_is_a_failed_save(local: LocalStore, monkeypatch: pyte
 
 def test_a_second_save_waits_for_the_first(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
     writer = LocalStore.writer
-    monkeypatch.setattr(LocalStore, "writer", lambda self, key: time.sleep(0.2) or writer(self, key))
+    monkeypatch.setattr(LocalStore, "writer", lambda self, key: time.sleep(0.5) or writer(self, key))
     events = saved(local, 1, 2)
     assert [detail["step"] for detail in events.of("commit")] == [1, 2]
     assert events.of("commit")[1]["stall_seconds"] > 0.2

@@ -17,7 +17,7 @@ from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
 from tidewheel.storage import store
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save(root: Path, step: int) -> None:

@@ -18,7 +18,7 @@ from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import StorageError
 from tidewheel.storage import store
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 HANG_SECONDS = 60.0
 """Longer than any call that does not hang takes, even on a busy machine."""
@@ -97,7 +97,7 @@ def test_a_clean_up_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.M
     released = threading.Event()
     events = Events()
     monkeypatch.setattr(module, "collect", lambda *arguments, **named: released.wait())
-    saver = manager(store(tmp_path), events, save_seconds=1.0)
+    saver = manager(store(tmp_path), events, save_seconds=5.0)  # the save itself ends in time
     saver.save(1, state(1), {})
     saver.wait()
     released.set()
@@ -109,7 +109,7 @@ def hang_on_one_rank(root: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     target = HangingStore(root, "step_00000001" if dist.get_rank() == 1 else "nothing")
     events = Events()
-    saver = manager(target, events, save_seconds=5.0)
+    saver = manager(target, events, save_seconds=15.0)  # the second save ends in time, even on a busy machine
     for step in (1, 2):
         saver.save(step, state(step, mesh), {"step": step})
         saver.wait()

@@ -91,9 +91,9 @@ def test_the_server_ends_with_the_process_that_started_it(sent: signal.Signals) 
     assert parent.stdout is not None
     pid, endpoint = parent.stdout.readline().split()
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    assert direct.open(f"{endpoint}/", timeout=10).status == 200
+    assert direct.open(f"{endpoint}/", timeout=60).status == 200
     parent.send_signal(sent)
-    parent.wait(20)
+    parent.wait(60)
     parent.stdout.close()
     wait_until_gone(int(pid))
 

@@ -4,9 +4,10 @@ import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.filtering import everything, judged
 from tests.unit.data.filters.test_c4 import DOCUMENTS as LINES
 from tests.unit.data.filters.test_gopher_quality import DOCUMENTS as TOKENS
@@ -28,7 +29,7 @@ DOCUMENTS = st.one_of(
 
 
 @given(st.lists(DOCUMENTS, max_size=6))
-@settings(max_examples=200, deadline=None)
+@examples(80)
 def test_the_fused_pass_equals_separate_passes(documents: list[str]):
     line_rules = C4(terminal_punctuation=False, min_sentences=1, min_words_per_line=1)
     filters = (GopherQuality(), GopherRepetition(), FineWeb(), line_rules)
@@ -45,7 +46,7 @@ def test_the_fused_pass_equals_separate_passes(documents: list[str]):
 
 
 @given(st.lists(DOCUMENTS, max_size=6))
-@settings(max_examples=200, deadline=None)
+@examples(80)
 def test_words_equal_those_of_the_text_module(documents: list[str]):
     words, normalised = text.words(documents), text.normalise(documents, keep_digits=True).to_pylist()
     for part in textpass.scan(documents):

@@ -73,7 +73,7 @@ class Network:
     def _connect(self, client: socket.socket) -> None:
         self._up.wait()
         try:
-            server = socket.create_connection(self._target, timeout=10)
+            server = socket.create_connection(self._target, timeout=60)
         except OSError:
             _reset(client)
             return

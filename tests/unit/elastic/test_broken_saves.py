@@ -15,7 +15,7 @@ from tidewheel.elastic import worker
 from tidewheel.elastic.messages import Join
 from tidewheel.elastic.process_group import GenerationGroup
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Control:

@@ -18,7 +18,6 @@ from tidewheel.elastic.connection import DeliveryLog
 from tidewheel.elastic.messages import Beat, Hello, Stop, WorkerEvent, WorkerMessage
 from tidewheel.elastic.server import Server
 
-pytestmark = pytest.mark.timeout(120)
 TOKEN = "secret"
 
 
@@ -161,7 +160,7 @@ def test_a_worker_that_was_cut_off_ends_when_it_returns(server, handler, proxy):
     worker.say(1)
     assert not worker.ended.is_set()
     proxy.back()
-    assert worker.ended.wait(20)
+    assert worker.ended.wait(60)
     assert handler.values == []
     assert handler.calls == [("opened", "a")]
 
@@ -175,7 +174,7 @@ def test_a_worker_ends_when_a_successor_has_its_name(server, handler, proxy):
     second = Worker(server.address)
     until(lambda: handler.calls.count(("opened", "a")) == 2)
     proxy.back()
-    assert worker.ended.wait(20)
+    assert worker.ended.wait(60)
     second.say(7)
     until(lambda: handler.values == [7])
     second.client.close()
@@ -192,7 +191,7 @@ def test_both_sides_give_up_after_the_time_to_reconnect(server, handler, proxy):
     worker = Worker(proxy.address, reconnect_seconds=1.0)
     until(lambda: worker.client.welcomed)
     proxy.away()
-    assert worker.ended.wait(30)
+    assert worker.ended.wait(60)
     assert handler.calls == [("opened", "a")]  # the server does not report silence: the membership detects it
     proxy.close()
     until(lambda: handler.calls == [("opened", "a"), ("closed", "a")])
@@ -203,12 +202,12 @@ def test_the_death_of_a_process_is_noticed_at_once(server, handler):
     until(lambda: ("opened", "a") in handler.calls)
     worker.client._socket.shutdown(socket.SHUT_WR)  # what the kernel does when a process dies
     until(lambda: ("closed", "a") in handler.calls)
-    assert worker.ended.wait(20), "the worker reconnected although it was given up"
+    assert worker.ended.wait(60), "the worker reconnected although it was given up"
 
 
 def test_an_unauthenticated_peer_does_not_come_back(server, handler):
     worker = Worker(server.address, token="guessed")
-    assert worker.ended.wait(10)
+    assert worker.ended.wait(60)
     assert handler.calls == []
 
 

@@ -19,8 +19,6 @@ from tidewheel.elastic.messages import CoordinatorMessage, Hello, Probed, Worker
 from tidewheel.elastic.server import Server
 from tidewheel.elastic.supervision import Supervisor
 
-pytestmark = pytest.mark.timeout(120)
-
 TOKEN = "secret"
 SECONDS = 60.0
 """Longer than any step of these tests takes, even on a busy machine."""

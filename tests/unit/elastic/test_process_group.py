@@ -24,7 +24,7 @@ def listener():
 def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     client = socket.create_connection(listener.getsockname())
     server, _ = listener.accept()
-    server.settimeout(10)
+    server.settimeout(60)
     return client, server
 
 

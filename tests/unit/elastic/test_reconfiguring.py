@@ -50,7 +50,7 @@ def of_torch(monkeypatch: pytest.MonkeyPatch):
 
 
 def connect(port: int, generation: int) -> None:
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     reconfiguring.connect("gloo", ("127.0.0.1", port), dist.PrefixStore(f"generation/{generation}", client), generation,
                           0, 1, seconds=20, recorded=contextlib.nullcontext)
 

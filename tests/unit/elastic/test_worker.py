@@ -82,7 +82,6 @@ def test_a_cycle_of_causes_is_followed_once() -> None:
     assert list(related(first)) == [first, second]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("hang", [False, True])
 def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: bool) -> None:

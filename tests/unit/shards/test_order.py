@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.shards.helpers import write_set
 from tidewheel.shards.order import Order, permute
 from tidewheel.shards.source import Source
@@ -16,7 +17,7 @@ COUNTS = st.lists(st.integers(0, 70), min_size=1, max_size=12).filter(any)
 
 
 @given(COUNTS, st.integers(-(1 << 70), 1 << 70), st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
-@settings(max_examples=300, deadline=None)
+@examples(100)
 def test_each_row_once_in_each_epoch(counts: list[int], seed: int, block: int, window: int, epoch: int):
     order = Order(counts, seed, block_rows=block, window_blocks=window)
     total = sum(counts)

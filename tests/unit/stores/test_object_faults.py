@@ -17,7 +17,6 @@ from tidewheel.storage import store
 from tidewheel.stores.objects import store as object_store
 from tidewheel.stores.objects import streams
 
-pytestmark = pytest.mark.timeout(180)
 PATIENT = RetryPolicy(request_seconds=60.0, budget_seconds=120.0, pause_seconds=0.01, longest_pause_seconds=0.01)
 
 

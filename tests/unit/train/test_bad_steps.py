@@ -36,8 +36,6 @@ from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.positions import Positions
 from tidewheel.train.runtime import Runtime
 
-pytestmark = pytest.mark.timeout(180)
-
 MARK = 120
 STEPS = 12
 BASE = (f"steps={STEPS}", "data.validation=''", "evaluation.sample_tokens=0", "guards.window=8",

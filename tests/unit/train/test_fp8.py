@@ -24,7 +24,7 @@ from tidewheel.train.fp8_config import Fp8Config
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.precision import check_precision
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 WORTHWHILE = {
     # torchao's rowwise filter leaves out wk and wv [1024, 4096]: at most 2,048 rows gain nothing
     "rowwise": {"attention.wq", "attention.wo", "ffn.w1", "ffn.w2", "ffn.w3"},
@@ -129,10 +129,10 @@ def gather_in_fp8(folder: Path) -> None:
 
 
 def share_matrices() -> None:
-    exact = layouts.train(layouts.config({}), 1, 3)[1]
+    exact = layouts.train(layouts.config({}), 1, 2)[1]
     for recipe in ("rowwise", "tensorwise"):
         model, results = layouts.train(
-            layouts.config({"tensor": 2}, precision="fp8", fp8={**EMULATED, "recipe": recipe}), 2, 3)
+            layouts.config({"tensor": 2}, precision="fp8", fp8={**EMULATED, "recipe": recipe}), 2, 2)
         close(results, exact)
         kinds = {name: type(module).__name__ for name, module in model.parts[0].named_modules()}
         assert kinds["blocks.0.ffn.w1"] == kinds["blocks.0.ffn.w2"] == "Float8Linear"

@@ -26,7 +26,6 @@ from tidewheel.train.plan import plan
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.trace import trace_step
 
-pytestmark = pytest.mark.timeout(300)
 WAVES = (1, 1, 0, 1)  # of 20 rows each: the third batch of 8 lies in two of them, the eighth in two epochs
 
 

@@ -26,8 +26,6 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,7 +19,6 @@ from tidewheel.train.plan import plan
 from tidewheel.train.record import recorded_source
 from tidewheel.train.runtime import Runtime
 
-pytestmark = pytest.mark.timeout(120)
 LENGTH = 16
 
 

@@ -28,8 +28,6 @@ from tidewheel.train.loop import train
 from tidewheel.train.runtime import NoControl, Runtime
 from tidewheel.train.step import StartedStep
 
-pytestmark = pytest.mark.timeout(240)
-
 STEPS = 12
 BASE = (f"steps={STEPS}", "data.validation=''", "evaluation={every_steps: 0, sample_tokens: 0}", "guards.window=8",
         "checkpoint.every_steps=5", "metrics.trackers=[]")

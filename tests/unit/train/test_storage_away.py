@@ -20,8 +20,6 @@ from tidewheel.train.record import RunRecord
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.storage_wait import StorageWait
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class AwayStore(LocalStore):
     """A folder that cannot be written to while `away` returns True."""

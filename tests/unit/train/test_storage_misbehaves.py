@@ -25,7 +25,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 STEPS, BREAKS_AT = 30, 8
 

@@ -90,7 +90,7 @@ DIAMOND = [node("a"), node("b", "a"), node("c", "a"), node("d", "b", "c")]
 
 
 def test_inputs_first_and_independent_steps_side_by_side(tmp_path):
-    meet = threading.Barrier(2, timeout=10)
+    meet = threading.Barrier(2, timeout=60)
     steps = Steps(lambda node: meet.wait() if node.name in "bc" else None)
     done = schedule(tmp_path, DIAMOND, steps).run()
     assert steps.begun[0] == "a"
@@ -134,7 +134,7 @@ def test_a_fault_of_ours_keeps_its_trace(tmp_path):
 
 def test_cancelled_from_outside(tmp_path):
     steps = Steps()
-    steps.work = lambda node: steps.interrupted.wait(10)
+    steps.work = lambda node: steps.interrupted.wait(60)
     running = schedule(tmp_path, [node("a"), node("b", "a")], steps)
     store(tmp_path).write_json(cancel_key(running._leases.holder.driver), {})
     with pytest.raises(Cancelled, match="stopped"):
@@ -153,7 +153,7 @@ def test_two_drivers_run_each_step_once(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(results) == 2
     assert results[0].keys() == results[1].keys() == {item.name for item in nodes}
     assert sorted(both[0].begun + both[1].begun) == sorted(item.name for item in nodes)
@@ -166,7 +166,7 @@ def test_trainings_share_the_cluster_and_wait_for_their_least(tmp_path):
     def work(_: Node) -> None:
         if steps.together == 2:
             two.set()
-        assert two.wait(30), "the first training ran alone"
+        assert two.wait(120), "the first training ran alone"
 
     steps = Steps(work, places=5)
     schedule(tmp_path, trainings, steps).run()
@@ -200,7 +200,7 @@ def test_a_training_overlaps_its_pipeline_and_is_published_after_it(tmp_path):
         if node.name == "web":
             assert not started.wait(0.3)
             BEGUN.wave.set()
-            assert started.wait(10)
+            assert started.wait(60)
             time.sleep(0.1)
             assert records.published(nodes[1]) is None  # though it has ended
         else:
@@ -227,10 +227,10 @@ def test_a_pipeline_that_fails_ends_the_training_beside_it(tmp_path):
 
     def work(node: Node) -> None:
         if node.name == "web":
-            assert started.wait(10)
+            assert started.wait(60)
             raise ConfigError("no such thing", where="there", fix="do this")
         started.set()
-        assert steps.interrupted.wait(10)
+        assert steps.interrupted.wait(60)
         raise RuntimeError("cancelled")
 
     steps = Steps(work)
@@ -248,7 +248,7 @@ def test_a_training_that_ended_before_a_pipeline_that_fails_is_not_published(tmp
         if node.name == "training":
             ended.set()
         else:
-            assert ended.wait(10)
+            assert ended.wait(60)
             raise ConfigError("no such thing")
 
     with pytest.raises(StepsFailed, match="stopped, because web failed"):

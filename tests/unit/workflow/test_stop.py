@@ -24,7 +24,7 @@ def test_a_signal_to_the_driver_stops_the_workflow(number, code, tmp_path, monke
     """As `cancel` does, but told in one sentence, with the signal's exit code."""
     def run(schedule: Schedule) -> None:
         os.kill(os.getpid(), number)
-        assert schedule._stop.wait(5)
+        assert schedule._stop.wait(60)
         schedule._cancel()
 
     monkeypatch.setattr(session, "session", lambda address: contextlib.nullcontext())

@@ -14,7 +14,6 @@ from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import candidates, inventory, load
 from tidewheel.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(120)
 TOKEN, STEPS, CASES = "secret", (1, 2, 3), 60
 
 

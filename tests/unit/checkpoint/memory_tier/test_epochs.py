@@ -16,7 +16,6 @@ from tidewheel.checkpoint.memory_tier.restore import candidates, inventory
 from tidewheel.commit_log import GENERATIONS_PER_EPOCH
 from tidewheel.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(200)
 TOKEN = "secret"
 OLD, NEW = 5, GENERATIONS_PER_EPOCH
 

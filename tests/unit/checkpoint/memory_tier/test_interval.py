@@ -23,7 +23,7 @@ from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Keeps, NoCheckpoints, Runtime
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKEN = "secret"
 
 

@@ -11,7 +11,6 @@ from tests.unit.checkpoint.memory_tier.processes import CONTEXT, RUN, TOKEN, Age
 from tidewheel.checkpoint.memory_tier.restore import Recoverable, inventory, load, newest_complete
 from tidewheel.checkpoint.memory_tier.slots import SHARED_MEMORY, sweep
 
-pytestmark = pytest.mark.timeout(240)
 ROUNDS = 9
 
 
@@ -35,7 +34,7 @@ def wait_for_folders(count: int) -> None:
 
 def found_at_least(agents: list[AgentProcess], generation: int, step: int) -> Recoverable:
     """What is in memory, once the agents have done what the workers had handed over."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while True:
         result = newest_complete(inventory([agent.address for agent in agents], TOKEN))
         if result is not None and (result.generation, result.step) >= (generation, step):

@@ -20,7 +20,7 @@ from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime, Saves
 from tidewheel.train.save_schedule import SaveSchedule
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKEN = "secret"
 
 

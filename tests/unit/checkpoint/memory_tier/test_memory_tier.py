@@ -20,7 +20,6 @@ from tidewheel.checkpoint.memory_tier.restore import inventory, load, newest_com
 from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES
 from tidewheel.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(200)
 TOKEN = "secret"
 
 
@@ -164,7 +163,7 @@ def test_a_large_state_is_copied_behind_the_training_until_it_settles(agents):
     assert filled["model"]["weight"].unique().tolist() == [4]
     worker.snapshot(5, values, {"step": 5})
     worker.close()  # what was being copied is whole, and the agent takes it in
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while newest(agents[0]).step != 5:
         assert time.monotonic() < until
 
@@ -260,7 +259,7 @@ def test_an_agent_that_nobody_needs_ends():
     worker.snapshot(1, state(1), {})
     assert not ended.wait(1)  # a worker is there
     worker.close()
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert not agent.store.folder.exists()
 
 
@@ -268,7 +267,7 @@ def test_an_agent_that_nobody_needs_ends():
 @settings(max_examples=8)
 def test_nonsense_ends_its_connection_and_nothing_else(one_agent, data):
     agent = one_agent
-    with socket.create_connection(agent.address, timeout=5) as unauthenticated:
+    with socket.create_connection(agent.address, timeout=60) as unauthenticated:
         unauthenticated.sendall(data)
     connection = connect(agent.address, TOKEN)
     connection._socket.sendall(data)

@@ -25,7 +25,6 @@ from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.agents import Agents
 from tidewheel.storage import Store, store
 
-pytestmark = pytest.mark.timeout(120)
 TOKEN, NEVER = "secret", 1e6
 
 

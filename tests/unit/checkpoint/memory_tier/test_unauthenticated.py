@@ -14,8 +14,6 @@ from tidewheel.checkpoint.memory_tier import protocol
 from tidewheel.checkpoint.memory_tier.agent import Agent
 from tidewheel.checkpoint.memory_tier.protocol import connect
 
-pytestmark = pytest.mark.timeout(120)
-
 TOKEN = "secret"
 SECONDS = 60.0
 

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidewheel.data.decontaminate import eval_kernels
 
 WORDS = st.lists(st.integers(1, 6), min_size=1, max_size=14)
@@ -23,7 +24,7 @@ def score(document: list[int], item: list[int]) -> int:
 
 
 @given(WORDS, WORDS)
-@settings(max_examples=300, deadline=None)
+@examples(100)
 def test_the_alignment_has_the_best_score(document: list[int], item: list[int]):
     band = len(document) + len(item)
     rows, gains = np.zeros((2, 5, 2 * band + 3), np.int32), np.zeros((2, 2 * band + 3))

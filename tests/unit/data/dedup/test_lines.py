@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidewheel.data import text
 from tidewheel.data.dedup import ORDER_COLUMNS
 from tidewheel.data.dedup import lines as dedup_lines
@@ -66,7 +67,7 @@ def by_search(documents, ranks, unit, min_characters, max_repeats, keep):
     return edited
 
 
-@settings(deadline=None, max_examples=150)
+@examples(60)
 @given(corpora, st.sampled_from(["line", "paragraph"]), st.integers(1, 12), st.integers(1, 3),
        st.sampled_from(["first", "none"]), st.data())
 def test_cut_equals_a_search_in_python(documents, unit, min_characters, max_repeats, keep, data):

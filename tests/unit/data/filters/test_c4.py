@@ -5,9 +5,10 @@ import re
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.filtering import judged
 from tests.unit.data.filters.test_gopher_quality import slow_tokens
 from tests.unit.data.filters.test_gopher_repetition import clean
@@ -71,7 +72,7 @@ def slow_c4(document: str, config: C4) -> tuple[str, int, str]:
 
 @needs_frozen
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4), CONFIGS)
-@settings(max_examples=400, deadline=None)
+@examples(100)
 def test_matches_the_oracle(documents: list[str], config: C4):
     reasons, statistics, edited = judged(documents, config)
     for place, document in enumerate(documents):

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.filtering import judged
 from tests.unit.data.filters.test_gopher_quality import slow_tokens
 from tests.unit.data.filters.test_gopher_repetition import WORDS, clean, repeats
@@ -32,7 +33,7 @@ def slow_counts(document: str, config: FineWeb) -> list[int]:
 @needs_frozen
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4), st.sampled_from([FineWeb(short_line=3), FineWeb(
     short_line=0, terminal_punctuation="。…"), FineWeb()]))
-@settings(max_examples=300, deadline=None)
+@examples(100)
 def test_counts_match_the_oracle(documents: list[str], config: FineWeb):
     result = textpass.measure(documents, config.measures()).line_counts
     for document, row in zip(documents, result.tolist(), strict=True):

@@ -6,9 +6,10 @@ import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.filtering import judged
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
 from tidewheel.data import textpass
@@ -122,7 +123,7 @@ def slow_counts(document: str) -> list[int]:
 
 @needs_frozen
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@examples(80)
 def test_counts_match_the_oracle(documents: list[str]):
     result = textpass.measure(documents, Measures(token_counts=True)).token_counts
     for document, row in zip(documents, result.tolist(), strict=True):

@@ -6,9 +6,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.filtering import judged
 from tests.unit.data.filters.test_gopher_quality import slow_tokens
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
@@ -62,7 +63,7 @@ def slow_counts(document: str) -> list[int]:
 
 @needs_frozen
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@examples(100)
 def test_counts_match_the_oracle(documents: list[str]):
     result = textpass.measure(documents, Measures(repetition=True)).repetition
     for document, row in zip(documents, result.tolist(), strict=True):

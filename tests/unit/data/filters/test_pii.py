@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.filtering import judged
 from tidewheel.data.filters.pii import Pii, replace_addresses, replace_emails
 
@@ -53,7 +54,7 @@ def test_addresses(text: str, expected: str):
 
 
 @given(st.lists(st.integers(0, 255), min_size=4, max_size=4))
-@settings(max_examples=500, deadline=None)
+@examples(150)
 def test_public_addresses_are_replaced_and_others_not(numbers: list[int]):
     address = ".".join(map(str, numbers))
     given_out = ipaddress.ip_address(address)
@@ -71,7 +72,7 @@ PIECES = st.one_of(WHOLE, st.sampled_from([" ", ".", "@", "-", "x", "\n"]))
 
 
 @given(st.lists(st.lists(PIECES, max_size=12).map("".join), max_size=5))
-@settings(max_examples=300, deadline=None)
+@examples(100)
 def test_replacements_in_a_text_do_not_depend_on_other_texts(texts: list[str]):
     config = Pii()
     reasons, statistics, replaced = judged(texts, config)

@@ -4,9 +4,10 @@ import re
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.filtering import judged
 from tests.unit.data.filters.test_gopher_quality import GOOD
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
@@ -70,7 +71,7 @@ def slow(document: str, config: RefinedWeb) -> tuple[list[int], str]:
 
 @needs_frozen
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4), CONFIGS)
-@settings(max_examples=500, deadline=None)
+@examples(150)
 def test_remaining_text_matches_the_oracle(documents: list[str], config: RefinedWeb):
     counts, edited = remove_lines(documents, config)
     for document, row, text in zip(documents, counts.tolist(), edited.to_pylist(), strict=True):

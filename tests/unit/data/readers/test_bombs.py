@@ -1,15 +1,18 @@
 """Small files that decompress to very large ones: the memory of the readers stays bounded.
 
-Each test reads in a process of its own and looks at the most memory that it ever held.
+Each test reads in a process of its own and looks at the most memory that it ever held. The processes are forks of one
+that has imported the readers.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,34 +28,53 @@ MEBIBYTE = 1 << 20
 LIMIT = 4 * MEBIBYTE  # read.max_record_bytes
 BOUND = 160  # MiB beyond what reading a small file takes; what the bombs hold is 200 and more
 READ = """
-import collections, json, sys
+import collections, json, os, sys
 from pathlib import Path
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers import read_records
 from tidewheel.storage import store
-settings = json.loads(sys.argv[2])
-config = ReadConfig(paths=("*",), **settings)
 def peak():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-def read(name):
+def read(folder, name, config):
     counted = collections.Counter()
-    for each in read_records(store(sys.argv[1]), name, config):
+    for each in read_records(store(folder), name, config):
         counted[each.reason if isinstance(each, Bad) else len(each.text)] += 1
     return sorted(counted.items(), key=str)
-read("small" + sys.argv[3])
-before = peak()
-counted = read("bomb" + sys.argv[3])
-print(json.dumps([counted, peak() - before >> 10]))
+def answer(folder, settings, ending):
+    config = ReadConfig(paths=("*",), **settings)
+    read(folder, "small" + ending, config)
+    before = peak()
+    counted = read(folder, "bomb" + ending, config)
+    print(json.dumps([counted, peak() - before >> 10]), flush=True)
+for line in sys.stdin:
+    if os.fork() == 0:  # its peak begins at the memory that it has now
+        answer(*json.loads(line))
+        os._exit(0)
+    if os.wait()[1]:
+        print("null", flush=True)
 """
 
 
-def read(folder, ending, **settings):
-    """What the bomb holds: [[length or reason, how often], ...]; checks the memory."""
-    settings = {"max_record_bytes": LIMIT, **settings}
-    done = subprocess.run([sys.executable, "-c", READ, str(folder), json.dumps(settings), ending], capture_output=True,
-                          check=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}).stdout
-    counted, mebibytes = json.loads(done)
+@pytest.fixture(scope="module")
+def reader() -> Iterator[subprocess.Popen[str]]:
+    """Start the process whose forks read the bombs."""
+    with subprocess.Popen([sys.executable, "-c", READ], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env={"PYTHONPATH": ":".join(sys.path)}) as process:
+        yield process
+
+
+@pytest.fixture
+def read(reader, tmp_path):
+    return functools.partial(_read, reader, tmp_path)
+
+
+def _read(reader, folder, ending, **settings):
+    """Return what the bomb holds, [[length or reason, how often], ...], after a check of the memory."""
+    print(json.dumps([str(folder), {"max_record_bytes": LIMIT, **settings}, ending]), file=reader.stdin, flush=True)
+    answer = json.loads(reader.stdout.readline())
+    assert answer is not None, "the reader fails: see stderr"
+    counted, mebibytes = answer
     assert mebibytes < BOUND
     return counted
 
@@ -78,35 +100,35 @@ def repeated(value, times):
     pytest.param("dictionary", 5 * MEBIBYTE, [["record_too_long", 120]], marks=pytest.mark.long),
     pytest.param("delta", 3 * MEBIBYTE, [[3 * MEBIBYTE, 120]], marks=pytest.mark.long),
 ])
-def test_parquet_whose_rows_share_one_value(tmp_path, kind, size, found):
+def test_parquet_whose_rows_share_one_value(read, tmp_path, kind, size, found):
     options = {"use_dictionary": True} if kind == "dictionary" else {
         "use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
     parquet(tmp_path / "small.parquet", ["a", "b"], **options)
     values = repeated("x" * size, 120) if kind == "dictionary" else pa.array(["x" * size] * 120)
     parquet(tmp_path / "bomb.parquet", values, store_schema=False, **options)
     assert (tmp_path / "bomb.parquet").stat().st_size < 20_000
-    assert read(tmp_path, ".parquet") == found
+    assert read(".parquet") == found
 
 
 @pytest.mark.parametrize(("size", "found"), [(3 * MEBIBYTE, [[3 * MEBIBYTE, 120]]),
                                              (5 * MEBIBYTE, [["record_too_long", 120]])])
-def test_arrow_whose_rows_share_one_value(tmp_path, size, found):
+def test_arrow_whose_rows_share_one_value(read, tmp_path, size, found):
     arrow(tmp_path / "small.arrow", pa.array(["a", "b"]))
     arrow(tmp_path / "bomb.arrow", repeated("x" * size, 120))
-    assert read(tmp_path, ".arrow") == found
+    assert read(".arrow") == found
 
 
-def test_arrow_views_of_one_value(tmp_path):
+def test_arrow_views_of_one_value(read, tmp_path):
     value = pa.array(["x" * 3 * MEBIBYTE], pa.string_view())
     views, data = value.buffers()[1:]
     shared = pa.Array.from_buffers(pa.string_view(), 120, [None, pa.py_buffer(views.to_pybytes()[:16] * 120), data])
     arrow(tmp_path / "small.arrow", pa.array(["a"], pa.string_view()))
     arrow(tmp_path / "bomb.arrow", shared)
-    assert read(tmp_path, ".arrow") == [[3 * MEBIBYTE, 120]]
+    assert read(".arrow") == [[3 * MEBIBYTE, 120]]
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".arrow"])
-def test_one_chat_that_repeats_one_value(tmp_path, ending):
+def test_one_chat_that_repeats_one_value(read, tmp_path, ending):
     says = pa.StructArray.from_arrays([repeated("user", 400), repeated("x" * 2 * MEBIBYTE, 400)], ["role", "content"])
     chats = pa.ListArray.from_arrays(pa.array([0, 0, 400], pa.int32()), says)  # a chat of nothing before it
     good = pa.array([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]])
@@ -117,24 +139,24 @@ def test_one_chat_that_repeats_one_value(tmp_path, ending):
         else:
             with pa.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as sink:
                 sink.write_table(table)
-    assert read(tmp_path, ending, kind="chat") == [["empty_conversation", 1], ["record_too_long", 1]]
+    assert read(ending, kind="chat") == [["empty_conversation", 1], ["record_too_long", 1]]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
 @pytest.mark.parametrize("format", ["jsonl", "text"])
-def test_packed_text_of_400_mebibytes(tmp_path, pack, format):
+def test_packed_text_of_400_mebibytes(read, tmp_path, pack, format):
     ending = {gzip.compress: ".gz", zstd.compress: ".zst"}[pack]
     (tmp_path / f"small{ending}").write_bytes(pack(b'{"text": "a"}'))
     part = pack(b"x" * 50 * MEBIBYTE)  # members, or frames, that follow each other are one file
     (tmp_path / f"bomb{ending}").write_bytes(part * 8)
-    assert read(tmp_path, ending, format=format) == [["record_too_long", 1]]
+    assert read(ending, format=format) == [["record_too_long", 1]]
 
 
 @pytest.mark.parametrize(("format", "head"), [("json", b'[{"text": "'), ("csv", b'id,text\n1,"')])
-def test_one_record_of_200_mebibytes(tmp_path, format, head):
+def test_one_record_of_200_mebibytes(read, tmp_path, format, head):
     (tmp_path / "small.gz").write_bytes(gzip.compress(head + b"x"))
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(head) + gzip.compress(b"x" * 50 * MEBIBYTE) * 4)
-    (found, count), = read(tmp_path, ".gz", format=format)
+    (found, count), = read(".gz", format=format)
     assert (found, count) in (("truncated_file", 1), ("record_too_long", 1))
 
 
@@ -146,7 +168,7 @@ def record(body, more="", kind="response", media="application/http"):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "record"])
-def test_a_page_of_200_mebibytes(tmp_path, encoding):
+def test_a_page_of_200_mebibytes(read, tmp_path, encoding):
     pytest.importorskip("trafilatura")
     pytest.importorskip("warcio")
     small = record(b"<html><body><p>Words.</p></body></html>")
@@ -159,7 +181,7 @@ def test_a_page_of_200_mebibytes(tmp_path, encoding):
     (tmp_path / "small.warc.gz").write_bytes(gzip.compress(small))
     (tmp_path / "bomb.warc.gz").write_bytes(gzip.compress(bomb))
     reason = "record_too_long" if encoding == "record" else "no_main_text"
-    assert read(tmp_path, ".warc.gz") == [[reason, 1]]
+    assert read(".warc.gz") == [[reason, 1]]
 
 
 @pytest.mark.parametrize("error", [pa.ArrowMemoryError("malloc of size 64 failed"), MemoryError()])

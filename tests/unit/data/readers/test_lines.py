@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.document import content_id
 from tidewheel.data.quarantine import REASONS, Bad
@@ -174,7 +175,7 @@ LINE = st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"").replace(b"
 
 @given(pieces=st.lists(st.tuples(LINE, st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n \n"])), max_size=12),
        bom=st.booleans(), ended=st.booleans(), size=st.integers(1, 60), limit=st.integers(5, 80))
-@settings(max_examples=300, deadline=None)
+@examples(100)
 def test_ranges_of_any_size_give_the_records_of_the_whole_file(tmp_path_factory, pieces, bom, ended, size, limit):
     data = b"\xef\xbb\xbf" * bom + b"".join(line + end for line, end in pieces)
     data = data if ended else data.rstrip(b"\r\n")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.data.readers.test_lines import PACK
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
@@ -36,7 +37,7 @@ FIELD = st.text(alphabet='a b",;\n\u00e9', max_size=12)
 @given(rows=st.lists(st.lists(FIELD, min_size=3, max_size=3), max_size=8), delimiter=st.sampled_from(",;\t"),
        quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]), ended=st.booleans(),
        end=st.sampled_from(["\n", "\r\n"]))
-@settings(max_examples=200, deadline=None)
+@examples(80)
 def test_output_of_the_csv_module_round_trips(tmp_path_factory, rows, delimiter, quoting, ended, end):
     sink = io.StringIO()
     writer = csv.writer(sink, delimiter=delimiter, quoting=quoting, lineterminator=end)
@@ -99,7 +100,7 @@ VALUE = st.recursive(st.none() | st.integers() | st.text(alphabet='ab"\\{}[],\n\
 
 @given(notes=st.lists(VALUE, min_size=1, max_size=6), indent=st.sampled_from([None, 0, 2]),
        is_array=st.booleans(), is_ascii=st.booleans(), size=st.sampled_from([1, 2, 3, 7, 64, 1 << 20]))
-@settings(max_examples=200, deadline=None)
+@examples(80)
 def test_output_of_the_json_module_round_trips(tmp_path_factory, notes, indent, is_array, is_ascii, size):
     rows = [{"id": str(number), "text": f"t{number}", "note": note} for number, note in enumerate(notes)]
     parts = [json.dumps(row, indent=indent, ensure_ascii=is_ascii) for row in rows]

@@ -38,9 +38,9 @@ from tidewheel.versions import Version
 
 CPU = torch.device("cpu")
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {}, {"fused_products": True}, {"tie_embeddings": True, "qk_norm": False}, {"num_kv_heads": 2},
-    {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"},
-    {"activation_checkpointing": "attention"})
+    {"fused_products": True}, {"tie_embeddings": True, "qk_norm": False, "activation_checkpointing": "full"},
+    {"num_kv_heads": 2, "activation_checkpointing": "selective"}, {"activation_checkpointing": "attention"})
+"""Each setting of the model and of the activations once. `every_product_is_overlapped` has none of them."""
 
 
 class Biased(Model):

@@ -6,7 +6,6 @@ Each layout reads that of plain data parallelism and is read by it, and two othe
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -85,7 +84,6 @@ def every_layout(folder: Path) -> None:
                     assert torch.equal(value, expected[f"model/{key}"]), (layout, name, key)
 
 
-@pytest.mark.timeout(200)
 def test_every_layout_loads_the_checkpoints_of_every_other(tmp_path: Path):
     on_ranks(4, every_layout, tmp_path)
     last = CheckpointManager(storage.store(tmp_path / "zero1"), asynchronous=False)

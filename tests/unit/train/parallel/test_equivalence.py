@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks.equivalence import ROWS, run
 
-STEPS = 4
+STEPS = 3
 NAMES = ("DDP, 4 ranks", "ZeRO-1, 4 ranks", "ZeRO-3, 4 ranks", "HSDP 2 x 2", "PP 4, 4 layers", "TP 2 x FSDP 2",
          "CP 2 x HSDP 2", "TP 2 x CP 2", "PP 2 x TP 2")
 SHORT = [row for row in ROWS if row.name in NAMES]

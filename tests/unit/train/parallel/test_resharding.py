@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.benchmarks.resharding import Layout, run
 
 
-@pytest.mark.timeout(200)
 def test_a_checkpoint_loads_into_another_layout(tmp_path: Path):
     table = run(tmp_path, [(Layout(2), Layout(4, tensor=2, pipeline=2))])
     assert all(line["within"] for line in table), table

@@ -32,7 +32,6 @@ def four(folder: Path) -> None:
     some_steps(settings(folder, "moved", STEPS, ["parallel.data=zero1", "parallel.pipeline=2"]), 1, leave=2)
 
 
-@pytest.mark.timeout(200)
 def test_the_layout_may_change_while_the_run_goes_on(tmp_path: Path):
     prepare(tmp_path)
     still, moved = settings(tmp_path, "still", STEPS, []), settings(tmp_path, "moved", STEPS, [])

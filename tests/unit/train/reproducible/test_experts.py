@@ -59,12 +59,10 @@ def differing(cases: list[Case], folder: Path) -> list[str]:
     return [case.name for case in cases if results[case.name] != first[case.recipe]]
 
 
-@pytest.mark.timeout(300)
 def test_expert_parallelism_has_the_same_bits_on_every_number_of_ranks(tmp_path: Path):
     assert not differing(CASES, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_more_layouts_of_experts_have_the_same_bits(tmp_path: Path):
     assert not differing(MORE, tmp_path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.benchmarks.equivalence import prepare, settings, train_all
 from tests.ranks import on_ranks
 from tests.unit.train.parallel.test_resume import some_steps
@@ -36,7 +34,6 @@ def figures(config: TrainConfig) -> dict[int, Any]:
     return results
 
 
-@pytest.mark.timeout(200)
 def test_any_history_has_the_same_bits(tmp_path: Path):
     prepare(tmp_path)
     still = settings(tmp_path, "still", STEPS, RECIPE)
