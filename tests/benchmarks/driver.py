@@ -292,6 +292,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path += [arguments.code] if arguments.code else []
     from tidewheel.cluster.few_processes import few_processes
+    from tidewheel.cluster.patient_start import patient_start
     from tidewheel.cluster.session import KEEP_WORKERS, QUIET
     from tidewheel.config import build
     from tidewheel.data import pipeline, warm_up
@@ -308,7 +309,7 @@ def main() -> None:
         if arguments.address:
             ray.init(address=arguments.address, logging_level=logging.ERROR)
         else:
-            with few_processes():
+            with few_processes(), patient_start():
                 ray.init(address="local", num_cpus=arguments.cpus or 2, include_dashboard=False,
                          logging_level=logging.ERROR, _temp_dir=arguments.folder, _system_config=KEEP_WORKERS)
 

@@ -1,6 +1,8 @@
 """A training run on a local cluster of several nodes under random events.
 
     python -m tests.chaos.training --minutes 20 --seed 1 [--reproducible] [--peer]
+    python -m tests.chaos.training --minutes 3 --reproducible --task dpo --count 5 --gap 10 15 --step-seconds 0.5 \
+        --events kill_worker,kill_node,freeze_node,drain,join
 
 Every 20 to 60 s there is a random event of `tests/chaos/events.py`: real SIGKILLs, SIGSTOPs and drains of workers,
 nodes and the driver, an unavailable or silent store, a second driver, a damaged checkpoint. The exit code is 1 unless
@@ -9,6 +11,8 @@ nodes and the driver, an unavailable or silent store, a second driver, a damaged
 - the audit finds every planned sequence exactly once;
 - the ledger's parts sum to the worker seconds, and its generations to the lifetime of the drivers, within 1 %;
 - loss and parameters equal those of an undisturbed single process, bit for bit with --reproducible.
+
+With --task, the run is QLoRA or DPO (`tests/chaos/fine_tuning.py`). With --count, it ends after that many events.
 
 With --peer, plain elastic Ray Train (`tests/chaos/peer.py`) then runs as long, with the same events at the same times.
 
@@ -34,7 +38,8 @@ import torch
 from tests.benchmarks.equivalence import weights
 from tests.chaos import peer
 from tests.chaos.events import EVENTS
-from tests.chaos.world import World, disturbed_run, prepare, settings
+from tests.chaos.fine_tuning import TASKS, overrides
+from tests.chaos.world import World, disturbed_run, settings
 from tidewheel import jsonlog
 from tidewheel.console import print_table
 from tidewheel.elastic.trainer import fit_local
@@ -45,6 +50,8 @@ from tidewheel.train.time_ledger import LedgerSummary, summarise
 LOSS_BOUND, PARAMETER_BOUND, WALL_BOUND = 2e-3, 2e-2, 0.01
 FIRST_STEP = 5
 """Step before which there are no events."""
+PATIENCE = 900.0
+"""Seconds that a counted event waits for a step, however busy the machine is."""
 OTHER_WORK = 0.06
 """Seconds that a step of the model takes on its own, to which `--step-seconds` is added."""
 
@@ -72,17 +79,24 @@ class Chaos:
     """Unrepeated steps of plain Ray Train in the same time; 0 if it did not run."""
 
 
-def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: float,
-            gap: tuple[float, float]) -> list[EventRecord]:
-    """Cause events until the run is over or `seconds` have passed; no kind repeats before all have occurred."""
+def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: float, gap: tuple[float, float],
+            count: int = 0) -> list[EventRecord]:
+    """Cause events until the run is over and, with a count of 0, `seconds` have passed, otherwise `count` events.
+
+    No kind repeats before all have occurred. Of counted events, each waits until the run trains after the one before.
+    """
     events: list[EventRecord] = []
-    world.wait_for(lambda: world.step >= FIRST_STEP, 120)
-    until, deck = time.monotonic() + seconds, list[str]()
-    while not world.over.is_set() and time.monotonic() < until:
+    patience = PATIENCE if count else 120.0
+    world.wait_for(lambda: world.step >= FIRST_STEP, patience)
+    until, deck = time.monotonic() + (seconds if not count else float("inf")), list[str]()
+    while not world.over.is_set() and time.monotonic() < until and len(events) != (count or -1):
         if not deck:
             deck = rng.sample(kinds, len(kinds))
         kind = deck.pop()
         world.wait_for(lambda: bool(world.cluster.nodes), 60)
+        if count:
+            before = world.step
+            world.wait_for(lambda: world.step > before and bool(world.trainers()), patience)  # noqa: B023
         at, step = time.time(), world.step
         events.append(EventRecord(at, step, kind, EVENTS[kind](world, rng)))
         print(f"{at - world.drivers[0].began:7.1f} s  step {step:<6} {kind}: {events[-1].detail}", flush=True)
@@ -207,18 +221,25 @@ def consequences(world: World, events: list[EventRecord]) -> list[dict[str, Any]
 
 def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[str] | None = None,
         gap: tuple[float, float] = (20, 60), steps: int = 0, step_seconds: float = 0.1,
-        reproducible: bool = False, with_peer: bool = False, more: tuple[str, ...] = ()) -> Chaos:
-    """Run the disturbed run and its reference, with the settings `more`, print the table, and return the outcome."""
-    prepare(folder)
-    steps = steps or round(0.6 * seconds / (step_seconds + OTHER_WORK))
-    overrides = (*(("reproducible=true",) if reproducible else ()), *more)
-    reference = settings(folder, "undisturbed", steps, workers=nodes, overrides=overrides)
-    config = settings(folder, "disturbed", steps, workers=nodes, overrides=overrides)
+        reproducible: bool = False, with_peer: bool = False, more: tuple[str, ...] = (), task: str = "pretraining",
+        count: int = 0) -> Chaos:
+    """Run the disturbed run and its reference, with the settings `more`, print the table, and return the outcome.
+
+    After `count` events the steps take no longer than their own work, so the run soon ends.
+    """
     torch.set_num_threads(1)
+    steps = steps or round(0.6 * seconds / (step_seconds + OTHER_WORK))
+    all_settings = (*(("reproducible=true",) if reproducible else ()), *overrides(folder, task), *more)
+    reference = settings(folder, "undisturbed", steps, workers=nodes, overrides=all_settings)
+    config = settings(folder, "disturbed", steps, workers=nodes, overrides=all_settings)
     fit_local(reference)
-    with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds) as world:
-        events = disturb(world, random.Random(seed), kinds or list(EVENTS), seconds=seconds, gap=gap)
-        world.over.wait(timeout=max(120.0, 2 * seconds))
+    hurry = folder / "hurry"
+    hurry.unlink(missing_ok=True)
+    with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds, CHAOS_HURRY=str(hurry)) as world:
+        events = disturb(world, random.Random(seed), kinds or list(EVENTS), seconds=seconds, gap=gap, count=count)
+        if count:
+            hurry.touch()
+        world.over.wait(timeout=PATIENCE if count else max(120.0, 2 * seconds))
         took = time.time() - world.drivers[0].began
     print_table(consequences(world, events), title=f"seed {seed}: {len(events)} events in {took:.0f} s")
     outcome = examine(world, events, took, reference)
@@ -247,18 +268,23 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0, help="steps of the run; by default they take about --minutes")
     parser.add_argument("--step-seconds", type=float, default=0.1, help="seconds added to each step")
     parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="what is trained")
+    parser.add_argument("--count", type=int, default=0, help="end the run after this number of events; 0: no limit")
     parser.add_argument("--set", action="append", default=[], help="a setting of the run, such as adapter.kind=lora")
     parser.add_argument("--peer", action="store_true", help="run plain Ray Train afterwards, for as long")
     parser.add_argument("--keep", default="", help="folder in which to keep the runs, for `tidewheel report`")
     parser.add_argument("--json", default="", help="file for the outcome")
     arguments = parser.parse_args()
+    if arguments.task != TASKS[0] and not arguments.reproducible:
+        parser.error(f"--task {arguments.task} compares bits: add --reproducible")
     folder = Path(arguments.keep or tempfile.mkdtemp(prefix="tidewheel-chaos-")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         outcome = run(folder, seconds=60 * arguments.minutes, seed=arguments.seed, nodes=arguments.nodes,
                       gap=tuple(arguments.gap), kinds=[kind for kind in arguments.events.split(",") if kind],
                       steps=arguments.steps, step_seconds=arguments.step_seconds,
-                      reproducible=arguments.reproducible, with_peer=arguments.peer, more=tuple(arguments.set))
+                      reproducible=arguments.reproducible, with_peer=arguments.peer, more=tuple(arguments.set),
+                      task=arguments.task, count=arguments.count)
     finally:
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)

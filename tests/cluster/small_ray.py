@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 from tidewheel.cluster.few_processes import few_processes
+from tidewheel.cluster.patient_start import patient_start
 from tidewheel.cluster.session import KEEP_WORKERS
 
 
@@ -18,7 +19,7 @@ def small_ray(cpus: int) -> Iterator[None]:
     import ray
 
     folder = tempfile.mkdtemp(prefix="twp-", dir="/tmp")  # short: socket paths are limited
-    with few_processes():
+    with few_processes(), patient_start():
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder,
                  _system_config=KEEP_WORKERS)
     try:

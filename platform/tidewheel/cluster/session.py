@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tidewheel.cluster.few_processes import few_processes
+from tidewheel.cluster.patient_start import patient_start
 from tidewheel.cluster.private_run import private_arguments
 from tidewheel.console import console
 from tidewheel.errors import ClusterError
@@ -80,7 +81,7 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     try:
         with keeping_handlers():
             if target == "local":
-                with few_processes():
+                with few_processes(), patient_start():
                     ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
                              **private, **quiet)
             else:

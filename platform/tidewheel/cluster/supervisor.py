@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidewheel.cluster.few_processes import no_idle_api_server
+from tidewheel.cluster.patient_start import patient_start
 from tidewheel.cluster.session import KEEP_WORKERS
 
 #: A killed raylet refuses connections at once, so three probes 0.4 s apart are enough. A raylet that is only starved of
@@ -143,7 +144,7 @@ class Supervisor:
                                dashboard_agent_listen_port=0, runtime_env_dir_name=f"runtime_{self._started}", **more)
         # Each node has its own folder for jobs' code: a node that unpacks it again would remove the driver's copy.
         # `stop` ends the children, not an exit hook. With `spawn_reaper` they also end when this process is killed.
-        with no_idle_api_server():
+        with no_idle_api_server(), patient_start():
             node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
         services.wait_for_node(node.gcs_address, node.plasma_store_socket_name, 60)
         return node
