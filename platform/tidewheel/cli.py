@@ -327,6 +327,8 @@ def demo(
                        "S3-protocol server that the demo starts on loopback.")] = "folder",
     steps: Annotated[int | None, Parameter(help="Training steps; default: as the demo's configuration says.")] = None,
     disturb: Annotated[bool, Parameter(help="Kill a node at 40 % of the steps, and add one later.")] = True,
+    posttrain: Annotated[bool, Parameter(negative="", help="Then fine-tune the model on conversations (SFT) and on "
+                                         "preferences (DPO), and compare its answers.")] = False,
 ) -> int:
     """Train a model from raw text on this machine, with a node killed during the run, and write a report.
 
@@ -334,7 +336,7 @@ def demo(
     """
     from tidewheel.demo.run import run_demo
 
-    return run_demo(output=output, storage=storage, steps=steps, disturb=disturb)
+    return run_demo(output=output, storage=storage, steps=steps, disturb=disturb, posttrain=posttrain)
 
 
 def run_command(tokens: Sequence[str]) -> int:

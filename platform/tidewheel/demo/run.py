@@ -13,6 +13,7 @@ from tidewheel import storage
 from tidewheel.config import load
 from tidewheel.console import console, print_table
 from tidewheel.data.config import PipelineConfig
+from tidewheel.demo import posttraining
 from tidewheel.demo.recipes import recipe
 from tidewheel.train.config import TrainConfig
 
@@ -22,7 +23,8 @@ BUCKET = "tidewheel-demo"
 NODES = 2
 
 
-def run_demo(*, output: str, storage: str = "folder", steps: int | None = None, disturb: bool = True) -> int:
+def run_demo(*, output: str, storage: str = "folder", steps: int | None = None, disturb: bool = True,
+             posttrain: bool = False) -> int:
     """Run every step and print the path of the report. Return exit code 0 only if the audit found every sequence.
 
     Args:
@@ -30,6 +32,7 @@ def run_demo(*, output: str, storage: str = "folder", steps: int | None = None, 
         storage: "folder", or "s3" for an S3-protocol server on loopback.
         steps: optimizer steps, or as the configuration says.
         disturb: kill a node at 40 %, and add one later.
+        posttrain: fine-tune the model on conversations, and then on preferences.
     """
     began = time.monotonic()
     local = _folder(output)
@@ -41,9 +44,14 @@ def run_demo(*, output: str, storage: str = "folder", steps: int | None = None, 
         training = load(TrainConfig, recipe("jobs/configs/demo.yaml"), overrides)
         logger.info("the demo writes to %s", root)
         _corpus(f"{root}/raw")
-        _on_cluster(pipeline, training, root, disturb)
+        tuned = _on_cluster(pipeline, training, root, disturb, posttrain, steps)
+        _heading(f"{5 if tuned is None else 6}. What came out")
         ok = _result(training.run_uri, f"{root}/data")
         report = _report(training.run_uri, f"{root}/data", local)
+        if tuned is not None:
+            console.print(f"report of the base model: {report}", markup=False)
+            ok = _posttrained(tuned) and ok
+            report = posttraining.write_report(tuned, local)
     console.print(f"\n[dim]{time.monotonic() - began:.0f} s in all[/]")
     print(report)
     return 0 if ok else 1
@@ -84,8 +92,9 @@ def _corpus(uri: str) -> None:
     console.print(f"planted: {len(info.planted)} contaminated documents, {info.bad_records} broken records")
 
 
-def _on_cluster(pipeline: PipelineConfig, training: TrainConfig, root: str, disturb: bool) -> None:
-    """Start a cluster, run the pipeline and the training on it, and always stop it."""
+def _on_cluster(pipeline: PipelineConfig, training: TrainConfig, root: str, disturb: bool, posttrain: bool,
+                steps: int | None) -> posttraining.Tuned | None:
+    """Start a cluster, run the pipeline and the trainings on it, and always stop it."""
     from tidewheel.cluster.local import LocalCluster
     from tidewheel.cluster.session import session
 
@@ -98,6 +107,10 @@ def _on_cluster(pipeline: PipelineConfig, training: TrainConfig, root: str, dist
         console.print(f"up at {cluster.address} after {time.monotonic() - began:.1f} s")
         _pipeline(pipeline, root)
         _training(training, cluster, disturb)
+        if not posttrain:
+            return None
+        _heading("5. Fine-tuning on conversations, and then on preferences")
+        return posttraining.post_train(training, root, steps=steps)
 
 
 def _pipeline(config: PipelineConfig, root: str) -> None:
@@ -134,7 +147,6 @@ def _result(run: str, data: str) -> bool:
     from tidewheel.jsonlog import read
     from tidewheel.train.audit import audit
 
-    _heading("5. What came out")
     result = storage.store(run).read_json("result.json")
     entropy = storage.store(data).read_json("summary.json")["ngram_entropy"]
     console.print(f"validation loss {result['validation_loss']:.3f} nats/token; the same split's entropy: unigram "
@@ -147,6 +159,17 @@ def _result(run: str, data: str) -> bool:
     console.print(f"audit: {audited.summary()}", markup=False)
     console.print(f"sample: {result.get('sample', '')!r}", markup=False)
     return audited.ok
+
+
+def _posttrained(tuned: posttraining.Tuned) -> bool:
+    """Print the answers before and after; return whether the audits are clean."""
+    from tidewheel.train.audit import audit
+
+    posttraining.show(tuned)
+    audits = {"SFT": audit(tuned.sft), "DPO": audit(tuned.dpo)}
+    for name, audited in audits.items():
+        console.print(f"audit of {name}: {audited.summary()}", markup=False)
+    return all(audited.ok for audited in audits.values())
 
 
 def _report(run: str, data: str, local: Path) -> str:

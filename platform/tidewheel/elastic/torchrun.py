@@ -179,6 +179,7 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
     from tidewheel.checkpoint.starting import check_start
     from tidewheel.commit_log import first_generation
     from tidewheel.elastic.trainer import owned_here
+    from tidewheel.inference.answers import answer
     from tidewheel.inference.sample import text_sample
     from tidewheel.train.collectives import Collectives
     from tidewheel.train.logs.worker_log import logging_process
@@ -197,7 +198,7 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
             if split := split_groups(where, tensor):
                 control.event("tensor_groups_split", groups=split, of=where.world_size // tensor, tensor=tensor)
         runtime = Runtime(rank=where.rank, world_size=where.world_size, device=device, group=group, control=control,
-                          sampler=text_sample)
+                          sampler=text_sample, answerer=answer)
         runtime.generation = first_generation(Collectives(runtime).from_first(epoch))
         manager = CheckpointManager.of(run.checkpoints, run.config.checkpoint,
                                        lambda kind, detail: runtime.control.event(kind, **detail),

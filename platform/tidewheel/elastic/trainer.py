@@ -199,6 +199,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     """
     from tidewheel.checkpoint.manager import CheckpointManager
     from tidewheel.checkpoint.starting import check_start
+    from tidewheel.inference.answers import answer
     from tidewheel.inference.sample import text_sample
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
@@ -219,7 +220,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         try:
             with logging_process(config.logs, run.store, run=config.run.id, node=socket.gethostname(), capture=False):
                 return train(run, Runtime(device=device, checkpoints=manager, control=control, generation=generation,
-                                          sampler=text_sample))
+                                          sampler=text_sample, answerer=answer))
         finally:
             manager.break_off()  # an upload that the run did not wait for must not go on beside the next one
 

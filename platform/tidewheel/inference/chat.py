@@ -50,7 +50,7 @@ class Chat:
         Raises:
             InputError: the message cannot be used.
         """
-        self.messages += _checked([message], where)
+        self.messages += checked_messages([message], where)
 
     def answer(self, *, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> Iterator[str]:
         """Yield the assistant's next turn in pieces, as they are sampled, and append it to the conversation.
@@ -85,13 +85,31 @@ class Chat:
         Raises:
             InputError: the template does not accept the conversation.
         """
-        try:
-            text = self._template.text(self.messages, self._tools, add_generation_prompt=True)
-        except Refused as error:
-            raise InputError(f"the chat template does not accept the conversation: {error}",
-                             where=self._writer.checkpoint, fix="change the messages to what it accepts") from None
-        ((ids, _),) = encode_rendered(self._writer.tokenizer, self._template, [text])
-        return [int(token) for token in ids]
+        return encode_messages(self._writer.tokenizer, self._template, self.messages, self._tools,
+                               where=self._writer.checkpoint)
+
+
+def encode_messages(tokenizer: Encoder, template: ChatTemplate, messages: Sequence[Message],
+                    tools: Sequence[Mapping[str, Any]] | None = None, *, where: str) -> list[int]:
+    """Return the tokens of a conversation and of the beginning of the assistant's turn.
+
+    Args:
+        tokenizer: of the model.
+        template: the chat template.
+        messages: the conversation.
+        tools: that the assistant may call.
+        where: the origin of the conversation or the model, for error messages.
+
+    Raises:
+        InputError: the template does not accept the conversation.
+    """
+    try:
+        text = template.text(messages, tools, add_generation_prompt=True)
+    except Refused as error:
+        raise InputError(f"the chat template does not accept the conversation: {error}", where=where,
+                         fix="change the messages to what it accepts") from None
+    ((ids, _),) = encode_rendered(tokenizer, template, [text])
+    return [int(token) for token in ids]
 
 
 def pieces(tokenizer: Encoder, tokens: Iterable[int], ends: Collection[int]) -> Iterator[str]:
@@ -134,7 +152,7 @@ def read_conversation(uri: str) -> tuple[list[Message], Sequence[Mapping[str, An
         raise InputError(f"not a JSON file ({error})", where=uri,
                          fix='write a list of messages: [{"role": "user", "content": "..."}]') from None
     group = value if isinstance(value, dict) else {"messages": value}
-    messages = _checked(group.get("messages"), uri)
+    messages = checked_messages(group.get("messages"), uri)
     if messages[-1]["role"] == ASSISTANT:
         raise InputError("the last message is the assistant's, so there is nothing to answer", where=uri,
                          fix="end with a message of the user")
@@ -156,7 +174,16 @@ def is_answered(messages: Sequence[Message], index: int) -> bool:
     return messages[index]["role"] in ("user", "tool") and messages[index + 1]["role"] == "user"
 
 
-def _checked(messages: Any, where: str) -> list[Message]:
+def checked_messages(messages: Any, where: str) -> list[Message]:
+    """Return messages in the common form.
+
+    Args:
+        messages: a list of messages, or something else.
+        where: its origin, for error messages.
+
+    Raises:
+        InputError: they cannot be used.
+    """
     try:
         return checked(messages, "messages")
     except UnusableError as error:

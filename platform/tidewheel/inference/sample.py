@@ -28,11 +28,15 @@ def text_sample(model: ParallelModel, domain: Domain, config: TrainConfig, colle
         return ""
     tokenizer = of_manifest(storage.store(domain.uri), domain.manifest.tokenizer)
     prompt = tokenizer.encode_plain([settings.prompt])[0].tolist() or [tokenizer.eos]
-    whole = model.mesh.size("pipeline", "context", "tensor") == 1  # this rank sees whole sequences and can cache keys
     with precision_context(collectives.device, config.precision):
-        new = generate(model.parts[0] if whole else model, prompt, tokens=settings.sample_tokens,
+        new = generate(model.parts[0] if sees_whole_rows(model) else model, prompt, tokens=settings.sample_tokens,
                        context=domain.manifest.sequence_length, device=collectives.device,
                        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=config.seed,
                        stop={tokenizer.eos})
     model.reshard()
     return tokenizer.decode(prompt + new)
+
+
+def sees_whole_rows(model: ParallelModel) -> bool:
+    """Return whether this rank has whole sequences in its own part of the model, and so can cache keys."""
+    return model.mesh.size("pipeline", "context", "tensor") == 1

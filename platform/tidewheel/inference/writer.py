@@ -104,8 +104,7 @@ class Writer:
     @cached_property
     def ends(self) -> frozenset[int]:
         """Ids of the tokens that end a text: the end of a document and, with a template, the end of a turn."""
-        turn = self.template.turn_token() if self.template is not None else None
-        return frozenset({self.tokenizer.eos, *([self.tokenizer.special[turn]] if turn is not None else [])})
+        return ends_of(self.tokenizer, self.template)
 
     def write(self, prompt: str, *, tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
               special_tokens: bool = False, cache: bool = True) -> str:
@@ -142,6 +141,12 @@ class Writer:
                               where="--special-tokens", fix="leave the option out")
         ids: list[int] = self.tokenizer.with_control_tokens.encode(prompt, add_special_tokens=False).ids
         return ids
+
+
+def ends_of(tokenizer: Encoder, template: ChatTemplate | None) -> frozenset[int]:
+    """Return the ids of the tokens that end a text: the end of a document and, with a template, the end of a turn."""
+    turn = template.turn_token() if template is not None else None
+    return frozenset({tokenizer.eos, *([tokenizer.special[turn]] if turn is not None else [])})
 
 
 def _tokenizer(run: storage.Store, file: str) -> tuple[Encoder, int]:

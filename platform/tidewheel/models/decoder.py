@@ -18,6 +18,7 @@ from tidewheel.models.config import LossConfig, Rope
 from tidewheel.models.documents import Documents
 from tidewheel.models.family import Model
 from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype, soft_capped
+from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.models.rope import RopeTable, rope_table
 from tidewheel.parts import calling
 
@@ -54,7 +55,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
                 targets: torch.Tensor | None = None, objective: HeadObjective | None = None,
-                documents: Documents | None = None) -> torch.Tensor:
+                documents: Documents | None = None, noise: EmbeddingNoise | None = None) -> torch.Tensor:
         """Return logits, or the loss.
 
         Args:
@@ -64,12 +65,13 @@ class Decoder(nn.Module):
             targets: int64 [B, L] from `next_tokens`.
             objective: computes the loss from normalised hidden states and the output layer.
             documents: where documents begin, if it is known on the host; see `document_mask`.
+            noise: is added to the embeddings of the tokens.
 
         Returns:
             Without targets, logits [B, L, V]. With an objective, its result. Otherwise the sum over positions of the
             cross-entropy in nats, an fp32 scalar.
         """
-        x_BLD = tokens if self.embedding is None else self.embedding(tokens, positions)
+        x_BLD = tokens if self.embedding is None else self.embedding(tokens, positions, noise)
         ropes: dict[Rope | None, RopeTable | None] = {}
         masks: dict[int | None, DocumentMask] = {}
         for layer, _ in self.layers():  # all before the first block runs: a cache counts the keys of the blocks

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from tidewheel.models.config import LossConfig
+from tidewheel.models.row_losses import RowLosses
 
 IGNORED = -100
 """Target of a position without a prediction."""
@@ -27,6 +28,8 @@ GPU_CHUNK_TOKENS = 8192
 
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 """From logits [N, V], targets [N] and the weight of the z-loss to the sum of token losses, an fp32 scalar."""
+Observe = Callable[[torch.Tensor, torch.Tensor], None]
+"""Called with a chunk of logits [N, V] and its targets [N]."""
 TokenGradients = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 """From the same arguments to the sum and its gradient with respect to the logits [N, V]."""
 
@@ -44,6 +47,7 @@ class TokenLoss(nn.Module):
     def __init__(self, config: LossConfig, soft_cap: float | None = None) -> None:
         super().__init__()
         self.config, self.soft_cap = config, soft_cap
+        self.rows: RowLosses | None = None
 
     def forward(self, x_BLD: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], weight_VD: torch.Tensor,
                 targets_BL: torch.Tensor) -> torch.Tensor:
@@ -56,10 +60,22 @@ class TokenLoss(nn.Module):
             targets_BL: int64.
         """
         rows = chunk_rows(targets_BL.numel(), weight_VD.shape[0], self.config.chunk_tokens, x_BLD.device)
+        observe = None
+        if self.rows is not None:
+            self.rows.begin()
+            observe = self._observe
         if rows == targets_BL.numel():
-            return cross_entropy(output(x_BLD).flatten(0, -2), targets_BL.flatten(), self.config.z_loss)
+            logits, targets = output(x_BLD).flatten(0, -2), targets_BL.flatten()
+            if observe is not None:
+                observe(logits, targets)
+            return cross_entropy(logits, targets, self.config.z_loss)
         return linear_cross_entropy(x_BLD.flatten(0, -2), weight_VD, targets_BL.flatten(), rows=rows,
-                                    z_loss=self.config.z_loss, soft_cap=self.soft_cap)
+                                    z_loss=self.config.z_loss, soft_cap=self.soft_cap, observe=observe)
+
+    def _observe(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> None:
+        assert self.rows is not None
+        nats = _compiled_nats() if logits_NV.is_cuda else token_nats
+        self.rows.add(nats(logits_NV.detach(), targets_N))
 
 
 def soft_capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -116,7 +132,8 @@ def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: floa
 
 def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, *, rows: int,
                          z_loss: float = 0.0, cross_entropy: CrossEntropy = cross_entropy,
-                         gradients: TokenGradients | None = None, soft_cap: float | None = None) -> torch.Tensor:
+                         gradients: TokenGradients | None = None, soft_cap: float | None = None,
+                         observe: Observe | None = None) -> torch.Tensor:
     """Return `cross_entropy` of x @ weight.T, with the logits of `rows` tokens at a time.
 
     The gradient of a chunk is computed in the forward pass, while its logits exist, so nothing is computed twice (as in
@@ -133,13 +150,19 @@ def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N:
         cross_entropy: of a chunk of logits; loss parallelism has its own.
         gradients: default: `token_gradients`; loss parallelism has its own.
         soft_cap: of the logits, see `soft_capped`.
+        observe: is called with each chunk of logits, soft-capped.
     """
     dtype = product_dtype(x_ND)
     if gradients is None:
         gradients = _compiled_gradients() if x_ND.is_cuda else token_gradients
     if soft_cap is not None:
         cross_entropy, gradients = _of_capped(cross_entropy, soft_cap), _gradients_of_capped(gradients, soft_cap)
+        observe = observe and _observing_capped(observe, soft_cap)
     if dtype == torch.float16 and torch.is_grad_enabled():
+        if observe is not None:
+            for x, targets in zip(x_ND.detach().split(rows), targets_N.split(rows)):
+                observe(F.linear(x, weight_VD.detach()), targets)
+
         def of(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return cross_entropy(F.linear(x, weight_VD), targets, z_loss)
 
@@ -148,7 +171,15 @@ def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N:
         return torch.stack(parts).sum()
     needs_gradient = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, z_loss, dtype, needs_gradient, cross_entropy,
-                                     gradients)
+                                     gradients, observe)
+
+
+def _observing_capped(observe: Observe, cap: float) -> Observe:
+    """Return a function of the logits before soft-capping that calls `observe` with those after it."""
+    def observing(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> None:
+        observe(soft_capped(logits_NV, cap), targets_N)
+
+    return observing
 
 
 def _of_capped(cross_entropy: CrossEntropy, cap: float) -> CrossEntropy:
@@ -173,7 +204,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int,
                 z_loss: float, dtype: torch.dtype, needs_gradient: bool, cross_entropy: CrossEntropy,
-                gradients: TokenGradients) -> torch.Tensor:
+                gradients: TokenGradients, observe: Observe | None) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         x_gradient = torch.empty_like(x_ND) if needs_gradient else None
         weight_gradient = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_gradient else None
@@ -183,6 +214,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(first, first + rows)
                 x, targets = x_ND[part].to(dtype), targets_N[part]
                 logits = F.linear(x, weight)
+                if observe is not None:
+                    observe(logits, targets)
                 if x_gradient is None or weight_gradient is None:
                     loss += cross_entropy(logits, targets, 0.0)
                     continue
@@ -204,7 +237,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_gradient.data.mul_(scale)
             weight_gradient.data.mul_(scale)
             ctx.scaled = True
-        return x_gradient, weight_gradient, *[None] * 7
+        return x_gradient, weight_gradient, *[None] * 8
 
 
 def without_autocast(kind: str) -> AbstractContextManager[None]:
@@ -237,6 +270,18 @@ def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,
         gradient = gradient * (1 + 2 * z_loss * normalisers)[:, None]
     gradient = minus_one(gradient, safe, known)
     return loss, gradient.masked_fill_(~known[:, None], 0.0).to(logits_NV.dtype)
+
+
+def token_nats(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each token, fp32 [N]; 0 without a target.
+
+    Args:
+        logits_NV: whole logits.
+        targets_N: int64.
+    """
+    logits, known = logits_NV.float(), targets_N != IGNORED
+    of_targets = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
+    return (logits.logsumexp(dim=-1) - of_targets).masked_fill(~known, 0.0)
 
 
 def minus_one(values_NV: torch.Tensor, columns_N: torch.Tensor, marked_N: torch.Tensor) -> torch.Tensor:
@@ -300,3 +345,9 @@ def sums_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 def _compiled_gradients() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return `token_gradients` compiled, which reads the logits in a few passes instead of ten."""
     return torch.compile(token_gradients)
+
+
+@functools.cache
+def _compiled_nats() -> Callable[..., torch.Tensor]:
+    """Return `token_nats` compiled, which needs no fp32 buffer of the size of the logits."""
+    return torch.compile(token_nats)

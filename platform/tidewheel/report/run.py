@@ -13,7 +13,7 @@ from typing import Any
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
 from tidewheel.printable import printable_lines
-from tidewheel.report import experts, mixture, validation
+from tidewheel.report import answers, experts, mixture, sources, validation
 from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
 from tidewheel.report.page import (
@@ -60,6 +60,7 @@ class _Run:
     output: Store | None
     """Output of the pipeline."""
     checkpoints: list[str]
+    answers: list[dict[str, Any]]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -91,7 +92,9 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
                  note="Training loss (thin: each step, thick: smoothed), validation loss, and the entropies of the "
                       "same validation text. Red dots are steps that a guard noticed. Speed and number of workers are "
                       "below.")
+    page.section("Loss by source", *sources.section(read.metrics), note=sources.NOTE)
     page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
+    page.section("Answers", *answers.section(read.answers), note=answers.NOTE)
     page.section("Experts", *experts.section(read.metrics), note=experts.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
                  note="The line falls back where steps were repeated after a failure. Below it are the number of "
@@ -128,7 +131,8 @@ def _read(run_store: Store, pipeline_uri: str | None) -> _Run:
     result = run_store.read_json("result.json") if run_store.exists("result.json") else {}
     names = sorted({entry.key.split("/")[1] for entry in run_store.list("checkpoints")
                     if entry.key.endswith("/manifest.json")})
-    return _Run(run_store, run, result, metrics, ledger, events, *_pipeline(run, pipeline_uri), names)
+    return _Run(run_store, run, result, metrics, ledger, events, *_pipeline(run, pipeline_uri), names,
+                jsonlog.read(run_store, "answers.jsonl"))
 
 
 def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:

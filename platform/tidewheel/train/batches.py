@@ -8,7 +8,7 @@ same rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from tidewheel.daemon import DaemonThread
 from tidewheel.models.decoder import IGNORED, next_tokens
 from tidewheel.models.documents import Documents
+from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
@@ -33,6 +34,9 @@ from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
 from tidewheel.train.step import MicroBatch
+
+Noise = Callable[[np.ndarray, np.ndarray, int], EmbeddingNoise]
+"""From segment ids [B, L], indices of rows in the global batch [B] and the step to the noise of these rows."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,14 @@ class BatchReader:
         ahead: batches to read ahead.
         limit: time limit of the generation; when it ends, `read` stops waiting.
         one_shape: whether all micro-batches of a step have the same length.
+        noise: draws the noise on embeddings; None: there is none.
+        by_source: whether micro-batches name the source of each row.
     """
 
     def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: MicroBatchShare, *,
                  device: torch.device, steps: int, ahead: int, limit: TimeLimit | None = None,
-                 one_shape: bool = False) -> None:
-        self._one_shape = one_shape
+                 one_shape: bool = False, noise: Noise | None = None, by_source: bool = False) -> None:
+        self._one_shape, self._noise, self._by_source = one_shape, noise, by_source
         self._loader, self._config, self._positions = loader, config, positions
         self._share, self._steps, self._ahead = share, steps, ahead
         self._copies = DeviceCopies(device)
@@ -116,12 +122,20 @@ class BatchReader:
             lengths = self._loader.lengths(positions)
             chosen = similar_lengths(lengths, size, self._config.virtual_ranks)[mine]
         rows = self._loader.batch(positions[chosen])
+        domains = self._loader.domains(positions[chosen]) if self._by_source else None
         lengths = longest(rows)
         micros = []
         for start in range(0, len(mine), size):
             part = slice(start, start + size)
             cut_rows = cut(rows, part, self._padded(lengths, part, rows.width))
-            micros.append(micro_batch(cut_rows, slice(0, size), int(mine[start]) // per_virtual, torch.device("cpu")))
+            micro = micro_batch(cut_rows, slice(0, size), int(mine[start]) // per_virtual, torch.device("cpu"))
+            if self._noise is not None:
+                rows_of_parts = (chosen[part, None] * rows.parts + np.arange(rows.parts)).ravel()
+                micro = replace(micro, noise=self._noise(micro.segment_ids.numpy(), rows_of_parts, step))
+            if domains is not None:
+                counts = (micro.targets >= 0).sum(dim=1)
+                micro = replace(micro, sources=tuple(domains[part].tolist()), row_targets=tuple(counts.tolist()))
+            micros.append(micro)
         on_device, copied = self._copies.start(micros)
         return RankBatch(on_device, list(rows.ids), chosen), copied
 

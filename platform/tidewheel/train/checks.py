@@ -18,6 +18,7 @@ from tidewheel.shards.references import Column, Head
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store, store
 from tidewheel.train import objectives
+from tidewheel.train.answers import read_prompts
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
@@ -44,6 +45,8 @@ def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
     manifest = source.manifest
     fits(config, manifest)
     _lasts(config, source)
+    if config.evaluation.answers.prompts:
+        _answerable(config, source)
     validation = {name: _validation(uri, manifest) for name, uri in config.data.validation_sets.items()}
     heads = columns(config, source, validation)
     source.reference = heads[0].reference if heads else ""
@@ -81,6 +84,16 @@ def columns(config: TrainConfig, source: Source, validation: Mapping[str, Manife
             raise ShardError(f"the log-probabilities of {uri} are of another reference model than those of "
                              f"{sets[0][0]}", where=folder, fix="make them again with one model, into another folder")
     return heads
+
+
+def _answerable(config: TrainConfig, source: Source) -> None:
+    """Raise ConfigError if the prompts of validation cannot be read, or are chats and there is no template."""
+    prompts = read_prompts(config.evaluation.answers.prompts)
+    if any("messages" in prompt.values for prompt in prompts) \
+            and not any(domain.manifest.chat_template for domain in source.domains):
+        raise ConfigError("the prompts are conversations, but the training set has no chat template",
+                          where="evaluation.answers.prompts",
+                          fix='give texts, {"prompt": "..."}, or train on a set of conversations')
 
 
 def _validation(uri: str, manifest: Manifest) -> Manifest:

@@ -94,6 +94,17 @@ class DataConfig(Config):
         return self.uri or ("data.mixture" if self.mixture else "data.uri")
 
 
+class AnswersConfig(Config):
+    """Prompts that the model answers while it trains, always with the most likely token."""
+
+    prompts: str = ""
+    """File of JSON lines, each {"messages": [...]} for the assistant's next turn or {"prompt": "..."} to be continued.
+    The model answers them before the first step and at each evaluation, and the report compares the answers. Empty:
+    none."""
+    new_tokens: int = Field(default=64, ge=1, le=4096)
+    """Largest number of tokens of an answer."""
+
+
 class EvaluationConfig(Config):
     """Validation loss and the text sample."""
 
@@ -106,6 +117,8 @@ class EvaluationConfig(Config):
     waits. It evaluates the newest checkpoint once `every_steps` have passed."""
     gpus: float = Field(default=0.0, ge=0)
     """GPUs of the separate process, beside the workers'; 0: use the CPU."""
+    answers: AnswersConfig = AnswersConfig()
+    """Prompts to answer at each evaluation, side by side over time."""
     prompt: str = "def "
     """Beginning of the text sample."""
     sample_tokens: int = Field(default=60, ge=0, le=4096)
@@ -124,6 +137,9 @@ class EvaluationConfig(Config):
         if self.separate and not self.every_steps:
             raise ValueError("separate is true, but every_steps is 0: nothing is evaluated before the end; set "
                              "every_steps, or leave separate out")
+        if self.separate and self.answers.prompts:
+            raise ValueError("answers.prompts are answered by the run's own workers at each evaluation, but separate "
+                             "is true, so that training never waits; nearest legal choice: separate false")
         if self.gpus and not self.separate:
             raise ValueError("gpus is for the separate process; nearest legal choice: separate true")
         return self
@@ -238,6 +254,9 @@ class TrainConfig(Config):
     """Optimizer steps of the whole run."""
     seed: int = Field(default=0, ge=0)
     """Seed of the initial weights and the text sample."""
+    neftune_alpha: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Add noise to the embeddings of tokens while training, uniform within alpha / sqrt(L d) for documents of L tokens
+    (NEFTune, https://arxiv.org/abs/2310.05914, which takes 5 to 15 for fine-tuning). 0: none."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Matrix products in this type; weights, moments, norms, loss and reductions stay fp32. fp16 scales the loss
     dynamically; fp8 (blocks' linear layers, the rest bf16) needs an NVIDIA GPU, Ada, Hopper or later."""
@@ -313,6 +332,16 @@ class TrainConfig(Config):
 
         if (reason := legal.reason_against(self)) is not None:
             raise ValueError(reason)
+        if self.evaluation.answers.prompts and self.objective.HEAD:
+            raise ValueError(f"evaluation.answers.prompts needs logits, but objective.kind "
+                             f"{name_of(type(self.objective))} replaces them by a head; leave the prompts out")
+        if self.metrics.loss_by_source and self.data.mixture is None:
+            raise ValueError("metrics.loss_by_source reports the domains of data.mixture, and there is no mixture; "
+                             "nearest legal choice: metrics.loss_by_source false")
+        if self.metrics.loss_by_source and name_of(type(self.objective)) != objectives.DEFAULT:
+            raise ValueError(f"metrics.loss_by_source adds up token losses, which objective.kind "
+                             f"{name_of(type(self.objective))} does not have; nearest legal choice: "
+                             "metrics.loss_by_source false")
         if self.model.attention == "varlen" and self.precision == "fp32":
             raise ValueError("model.attention varlen takes 16-bit precision, but precision is fp32; nearest legal "
                              "choice: flex")
@@ -349,7 +378,7 @@ class TrainConfig(Config):
                       "metrics", "profile", "logs", "callbacks"):
             values.pop(group, None)
         for group, names in (("model", KERNELS), ("objective", self.objective.UNDECISIVE),
-                             ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):
+                             ("evaluation", ("separate", "gpus", "answers")), ("guards", REPORTING)):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:
                 values["loss" if group == "objective" else group] = kept  # its former name: recipes keep their hash

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tidewheel.train import evaluation
+from tidewheel.train.answers import Answers
 from tidewheel.train.callback import Callbacks
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.training import Training
@@ -20,6 +21,7 @@ class Evaluating:
     def __init__(self, training: Training, metrics: Reporter, callbacks: Callbacks) -> None:
         self._training, self._metrics, self._callbacks = training, metrics, callbacks
         self._sets = training.retry(lambda: evaluation.open_sets(training.config, training.device))
+        self.answers = Answers(training)
 
     def is_due(self, step: int) -> bool:
         """Return whether the training evaluates the model of this step, which is not the last."""
@@ -27,6 +29,10 @@ class Evaluating:
         config = training.config.evaluation
         return (bool(config.every_steps) and step % config.every_steps == 0 and 0 < step < training.config.steps
                 and not (config.separate and training.runtime.evaluated_beside))
+
+    def begin(self) -> None:
+        """Answer the prompts with the model that the run begins with."""
+        self.answers.write(0)
 
     def catch_up(self, validation_loss: float | None) -> None:
         """Evaluate the model that the run resumes from, if the generation before ended before it could.
@@ -38,10 +44,17 @@ class Evaluating:
         if validation_loss is None and self.is_due(step):
             done = training.leads and training.retry(lambda: training.record.evaluated(step))
             if not training.collectives.from_first(int(done)):
-                self.evaluate()
+                self._validate()
+        if step == 0 or self.is_due(step):
+            self.answers.write(step)
 
     def evaluate(self) -> None:
-        """Evaluate the current model, if there is a validation set."""
+        """Evaluate the current model: its loss on the validation sets, and its answers to the prompts."""
+        self._validate()
+        self.answers.write(self._training.progress.step)
+
+    def _validate(self) -> None:
+        """Measure the loss, if there is a validation set."""
         training, progress = self._training, self._training.progress
         if not self._sets:
             return

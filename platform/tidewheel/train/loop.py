@@ -164,7 +164,9 @@ class Loop:
                        redo=max(0, progress.recorded - progress.step),
                        **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
         self._callbacks.call("on_start", progress.step)
-        if extra is not None:
+        if extra is None:
+            self._evaluating.begin()
+        else:
             self._evaluating.catch_up(extra["validation_loss"])
 
     def run(self) -> None:
@@ -277,7 +279,8 @@ class Loop:
         return start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
                           virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
                           precision=config.precision, loss_scale=training.loss_scale,
-                          ask=partial(self._ahead.ask, step), guard=self._guard, before_update=self._saving.settle)
+                          ask=partial(self._ahead.ask, step), guard=self._guard, before_update=self._saving.settle,
+                          sources=len(training.sources))
 
     def _after(self, step: int, asked: int) -> None:
         """Do the tasks of a step boundary: a save, an evaluation (while the save is written), a planned stop."""
@@ -321,6 +324,7 @@ class Loop:
     def close(self) -> None:
         """End the threads and hand over buffered lines."""
         self._callbacks.close()
+        self._evaluating.answers.close()
         self._training.reader.close()
         self._metrics.close()
         self._training.record.close()

@@ -45,6 +45,8 @@ class Recording:
         if result.metrics:
             figures["objective"] = {name: finite(value) for name, value in result.metrics.items()}
         figures |= expert_figures(result.experts)
+        if result.sources:
+            figures |= self._by_source(result)
         if training.loss_scale is not None:
             figures["loss_scale"] = training.loss_scale.scale
         if training.leads:
@@ -61,6 +63,19 @@ class Recording:
         self._callbacks.call("on_step_end", Step(
             progress.step, progress.tokens, finite(result.loss), finite(result.gradient_norm),
             learning_rate, seconds, waited, progress.step <= progress.recorded, result.metrics))
+
+    def _by_source(self, result: StepResult) -> dict[str, Any]:
+        """Add a step to the sums by source; return the losses since the last line of metrics if a line is due."""
+        training, sums = self._training, self._training.progress.sources
+        for name, (nats, targets) in zip(training.sources, result.sources):
+            before = sums.get(name, [0.0, 0.0])
+            sums[name] = [before[0] + nats, before[1] + targets]
+        if not self._metrics.is_due(training.progress.step):
+            return {}
+        losses = {name: {"loss": finite(nats / targets), "tokens": int(targets)}
+                  for name, (nats, targets) in sums.items() if targets}
+        sums.clear()
+        return {"sources": losses}
 
     def batch(self, step: int, digest: str | None) -> None:
         """Record on rank 0 which sequences a step read."""

@@ -68,6 +68,7 @@ class Resuming:
         progress.step = int(extra["step"])
         self._saving.continue_from(extra)
         progress.tokens, progress.loss = int(extra["tokens"]), extra["loss"]
+        progress.sources = {name: list(sums) for name, sums in extra.get("sources", {}).items()}
         if "guard" in extra:
             self._guard.load(extra["guard"])
         if training.loss_scale is not None and extra.get("loss_scale"):

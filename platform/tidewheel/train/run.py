@@ -101,4 +101,6 @@ def with_absolute_uris(config: TrainConfig) -> TrainConfig:
                    for name, domain in data.mixture.domains.items()}
         data = data.model_copy(update={"mixture": data.mixture.model_copy(update={"domains": domains})})
     run = config.run.model_copy(update={"uri": absolute(config.run.uri)})
-    return config.model_copy(update={"run": run, "data": data})
+    answers = config.evaluation.answers.model_copy(update={"prompts": absolute(config.evaluation.answers.prompts)})
+    evaluation = config.evaluation.model_copy(update={"answers": answers})
+    return config.model_copy(update={"run": run, "data": data, "evaluation": evaluation})

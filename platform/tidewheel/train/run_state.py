@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -23,6 +23,8 @@ class Progress:
     """Step of `validation_loss`."""
     saved: int = -1
     """Step of the last save."""
+    sources: dict[str, list[float]] = field(default_factory=dict)
+    """Nats and predicted tokens of each source since the last line of metrics, if losses are reported by source."""
     skipped_keeps: int = 0
     """Steps of this generation whose copy to the memory tier was due and not made, because a rank could not make it."""
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tidewheel.time_limit import TimeLimit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from tidewheel.shards.source import Domain
+    from tidewheel.train.answers import Prompt
     from tidewheel.train.collectives import Collectives
     from tidewheel.train.config import TrainConfig
     from tidewheel.train.history import RunHistory
@@ -288,5 +289,8 @@ class Runtime:
     """Writes text samples, as `inference.sample.text_sample` does; None: the run has none."""
     kept: KeptBase | None = None
     """Of this process, which may have more generations: the frozen base of its adapter; None: nothing is kept."""
+    answerer: Callable[[ParallelModel, Sequence[Domain], TrainConfig, Collectives, Sequence[Prompt]],
+                       Iterator[str]] | None = None
+    """Answers prompts of validation, as `inference.answers.answer` does; None: the run has none."""
     evaluated_beside: bool = False
     """Another process evaluates the checkpoints where the configuration allows it (`evaluation.separate`)."""

@@ -177,4 +177,5 @@ class Saving:
             "validation_loss": progress.validation_loss if progress.validated == step else None,
             "passed_over": [list(window) for window in training.positions.windows],
             "loss_scale": training.loss_scale.state() if training.loss_scale is not None else None, **self._constant,
+            **({"sources": {name: list(sums) for name, sums in progress.sources.items()}} if progress.sources else {}),
             "unwritten": training.record.unwritten()}

@@ -9,6 +9,7 @@ from typing import ParamSpec
 import torch
 
 from tidewheel.models.documents import Documents
+from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
@@ -48,6 +49,12 @@ class MicroBatch:
     """Rows of each pair, in this order: chosen, rejected and, with 3, mismatched. 1: the set has no pairs."""
     reference: torch.Tensor | None = None
     """[B / parts, parts] fp32: log-probabilities of answers under the reference model (`shards.references`)."""
+    sources: tuple[int, ...] = ()
+    """Index of each row's source in the training data, if losses are reported by source."""
+    row_targets: tuple[int, ...] = ()
+    """Positions with a target in each row, if losses are reported by source."""
+    noise: EmbeddingNoise | None = None
+    """Is added to the embeddings while training."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +78,27 @@ class StepResult:
     """The objective's metrics per term."""
     experts: Mapping[int, LayerLoad] = field(default_factory=dict)
     """Load of the experts of each layer that has some."""
+    sources: Sequence[tuple[float, int]] = ()
+    """Nats and predicted tokens of each source, if losses are reported by source."""
 
     @classmethod
     def of(cls, values: Sequence[float], verdict: Verdict, metrics: Sequence[str] = (),
-           loads: Loads = lambda values: {}) -> StepResult:
+           loads: Loads = lambda values: {}, sources: int = 0) -> StepResult:
         """Return the result of a step's numbers.
 
         Args:
-            values: loss, norm, tokens, targets and requests, then the metrics, then the load of experts.
+            values: loss, norm, tokens, targets and requests, then the metrics, then nats and targets of each source,
+                then the load of experts.
             verdict: the guard's.
             metrics: names of the metrics.
             loads: reads the load of experts.
+            sources: number of sources.
         """
         loss, norm, tokens, targets, asked = values[:5]
         end = 5 + len(metrics)
+        nats, counts = values[end:end + sources], values[end + sources:end + 2 * sources]
         return cls(loss, norm, int(tokens), int(targets), int(asked), verdict, dict(zip(metrics, values[5:end])),
-                   loads(values[end:]))
+                   loads(values[end + 2 * sources:]), [(sum_, int(count)) for sum_, count in zip(nats, counts)])
 
 
 class StartedStep:
@@ -97,11 +109,13 @@ class StartedStep:
         guard: judges the step.
         metrics: names of the objective's metrics.
         loads: reads the load of experts, see `StepResult.of`.
+        sources: number of sources.
     """
 
     def __init__(self, values: Later[torch.Tensor], guard: Guard | None, metrics: Sequence[str],
-                 loads: Loads = lambda values: {}) -> None:
+                 loads: Loads = lambda values: {}, sources: int = 0) -> None:
         self._values, self._guard, self._metrics, self._loads = values, guard, metrics, loads
+        self._sources = sources
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
@@ -113,7 +127,7 @@ class StartedStep:
         if self._result is None:
             values = self._values().tolist()
             verdict = self._guard.verdict(values[-4:]) if self._guard is not None else Verdict()
-            self._result = StepResult.of(values[:-4], verdict, self._metrics, self._loads)
+            self._result = StepResult.of(values[:-4], verdict, self._metrics, self._loads, self._sources)
         return self._result
 
     def drop(self) -> None:
@@ -125,13 +139,13 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
                precision: Precision = "fp32", loss_scale: LossScale | None = None,
                ask: Callable[[], int] = lambda: 0, guard: Guard | None = None,
-               before_update: Callable[[], None] = lambda: None) -> StartedStep:
+               before_update: Callable[[], None] = lambda: None, sources: int = 0) -> StartedStep:
     """Enqueue forward, backward, clipping and the update, unless `guard` withholds the update.
 
     Gradients are of the SUM of the objective's terms (token losses). The optimizer multiplies them once, by the factor
     that clips and divides by the global number of terms. One small all-reduce per step carries the losses (one entry
-    per virtual rank), the objective's metrics, the counts, the squared gradient norm, the load of experts and the
-    requests of rank 0. In reproducible mode all its sums are exact.
+    per virtual rank), the objective's metrics, the losses of sources, the counts, the squared gradient norm, the load
+    of experts and the requests of rank 0. In reproducible mode all its sums are exact.
 
     Args:
         model: this rank's part of the model.
@@ -145,6 +159,7 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         ask: called after the backward pass; returns this rank's part of `StepResult.asked`.
         guard: judges the step.
         before_update: called before any parameter changes.
+        sources: number of sources whose losses are reported; 0: none are.
     """
     model.zero_grad()
     tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
@@ -154,17 +169,20 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
     chosen = collectives.to_device(_owners(model, micro_batches, virtual_ranks))
     names = model.objective.METRICS
+    if sources:
+        losses = torch.cat((losses.double().view(len(losses), -1), by_source(model, micro_batches, sources)), dim=1)
     entries = (chosen @ losses.double()).flatten()
     squares = _squares(model, gradients).to(collectives.device)
     load = model.experts.report(collectives.device)
-    report = torch.cat([collectives.to_device(_counts(model, micro_batches, ask())), entries, squares, load])
+    counts = _counts(model, micro_batches, ask(), sources)
+    report = torch.cat([collectives.to_device(counts), entries, squares, load])
     collectives.sum(report)
 
-    targets, tokens, heard = report[:3].unbind()
+    counts, entries, squares, load = report.split([len(counts), len(entries), len(squares), len(load)])
+    targets, tokens, heard = counts[:3].unbind()
     targets = targets.clamp(min=1)
-    entries, squares, load = report[3:].split([len(entries), len(squares), len(load)])
     square = squares.sum() if model.order is None else reproducible_norm.value(squares)
-    columns = entries.view(-1, 1 + len(names))
+    columns = entries.view(-1, 1 + len(names) + sources)
     loss, norm = columns[:, 0].sum() / targets, square.sqrt() / (targets * scaled)
     scale = torch.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else torch.ones_like(norm)
     if guard is None:
@@ -176,9 +194,10 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     model.experts.balance(load, skip)
     optimizer.step(skip=skip, factor=scale / (targets * scaled))
     model.refresh()
-    metrics = columns[:, 1:].sum(dim=0) / targets
-    on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, load, judged])
-    return StartedStep(collectives.to_host_later(on_device), guard, names, model.experts.loads)
+    metrics, nats = columns[:, 1:].sum(dim=0).split([len(names), sources])
+    on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics / targets, nats, counts[3:], load,
+                           judged])
+    return StartedStep(collectives.to_host_later(on_device), guard, names, model.experts.loads, sources)
 
 
 def _waited(start: Callable[P, StartedStep]) -> Callable[P, StepResult]:
@@ -192,12 +211,34 @@ train_step = _waited(start_step)
 """`start_step`, and wait for its result."""
 
 
-def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: int) -> torch.Tensor:
-    """Return targets, tokens and requests, [3] fp64 on CPU; each data rank counts its targets and tokens once."""
-    counts = torch.zeros(3, dtype=torch.float64)
+def by_source(model: ParallelModel, micro_batches: Sequence[MicroBatch], sources: int) -> torch.Tensor:
+    """Return the losses of each source in each micro-batch of the last passes, fp64 [micro-batches, sources].
+
+    Args:
+        model: this rank's part of the model.
+        micro_batches: of this rank.
+        sources: number of sources.
+    """
+    of_rows = model.row_losses(micro_batches)
+    owners = torch.tensor([micro.sources for micro in micro_batches], dtype=torch.int64)
+    chosen = torch.nn.functional.one_hot(owners, sources).double()
+    if of_rows.device.type != "cpu":
+        chosen = chosen.pin_memory().to(of_rows.device, non_blocking=True)
+    return (chosen * of_rows[:, :, None]).sum(dim=1)
+
+
+def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: int, sources: int) -> torch.Tensor:
+    """Return targets, tokens and requests, then the targets of each source, fp64 [3 + sources] on CPU.
+
+    Each data rank counts its targets and tokens once.
+    """
+    counts = torch.zeros(3 + sources, dtype=torch.float64)
     if model.mesh.leads:
         counts[0] = sum(model.objective.count(micro) for micro in micro_batches)
         counts[1] = sum(micro.num_tokens for micro in micro_batches)
+        for micro in micro_batches if sources else ():
+            for source, count in zip(micro.sources, micro.row_targets):
+                counts[3 + source] += count
     counts[2] = float(asked)
     return counts
 

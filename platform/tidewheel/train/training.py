@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.source import Source, SourceReader
 from tidewheel.train import checks, parallel
 from tidewheel.train.batch_size import BatchSizes
-from tidewheel.train.batches import BatchReader
+from tidewheel.train.batches import BatchReader, Noise
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.compile import use_cache
 from tidewheel.train.config import TrainConfig
@@ -75,6 +76,8 @@ class Training:
             use_cache(config.compile_cache)
         collectives = Collectives(runtime)
         model = parallel.build(config, config.model.vocabulary_size or source.manifest.vocabulary_size, runtime)
+        if config.metrics.loss_by_source:
+            model.collect_row_losses()
         positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length))
         cache = Path(config.data.cache) if config.data.cache else None
         reading = SourceReader(source, cache=cache, verify=config.data.verify,
@@ -82,7 +85,8 @@ class Training:
                                reference=config.data.reference)
         reader = BatchReader(Loader(reading, prefetch=0), config.batch, positions, model.share, device=device,
                              steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit,
-                             one_shape=config.parallel.pipeline > 1)
+                             one_shape=config.parallel.pipeline > 1, noise=noise_of(config),
+                             by_source=config.metrics.loss_by_source)
         return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
                    optimizer=build_optimizer(model, config.optimizer),
@@ -104,6 +108,11 @@ class Training:
     def vocabulary_size(self) -> int:
         """Rows of the embedding."""
         return self.config.model.vocabulary_size or self.source.manifest.vocabulary_size
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the domains whose losses are reported; [] if none are."""
+        return [domain.name for domain in self.source.domains] if self.config.metrics.loss_by_source else []
 
     def state(self) -> dict[str, Any]:
         """Return the tensors of the model and the optimizer."""
@@ -127,3 +136,10 @@ class Training:
         self.positions = Positions(self.positions.sizes, windows)
         checks.still_reaches(self.config, self.source, self.positions)
         self.reader.start_over(self.positions)
+
+
+def noise_of(config: TrainConfig) -> Noise | None:
+    """Return what draws the noise on embeddings, None if there is none."""
+    if not config.neftune_alpha:
+        return None
+    return partial(EmbeddingNoise.of, alpha=config.neftune_alpha, dim=config.model.dim, seed=config.seed)

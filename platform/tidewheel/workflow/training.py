@@ -66,6 +66,7 @@ class Train:
                  optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
+                 neftune_alpha: float | None = None,
                  precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
                  fp8: Settings | Fp8Config | None = None, parameters: Literal["fp32", "bf16"] | None = None,
                  tf32: bool | None = None, reproducible: bool | None = None, compile: bool | None = None,
@@ -95,7 +96,8 @@ class Train:
         given: dict[str, Any] = {
             "run": run, "data": reading, "model": model, "adapter": adapter, "objective": objective,
             "optimizer": optimizer, "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps,
-            "seed": seed, "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32,
+            "seed": seed, "neftune_alpha": neftune_alpha, "precision": precision, "fp8": fp8,
+            "parameters": parameters, "tf32": tf32,
             "reproducible": reproducible, "compile": compile, "compile_cache": compile_cache, "run_ahead": run_ahead,
             "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards,
             "metrics": metrics, "logs": logs, "profile": profile, "callbacks": callbacks, "elastic": elastic}

@@ -15,13 +15,16 @@ from tidewheel.models.initial_values import init_parameter
 from tidewheel.models.loss import (
     IGNORED,
     WHOLE_BYTES,
+    TokenLoss,
     add_product,
     chunk_rows,
     cross_entropy,
     linear_cross_entropy,
+    soft_capped,
     sums_in_fp32,
     token_gradients,
 )
+from tidewheel.models.row_losses import RowLosses
 
 N, D, V = 37, 16, 50
 
@@ -48,6 +51,27 @@ def test_the_loss_in_chunks_equals_the_loss_of_whole_logits(rows: int, z_loss: f
                                   scale=3.0)
     for ours, expected in zip(chunked, whole):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 8])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_losses_of_rows_are_those_of_torch_and_change_nothing(chunk_tokens: int, cap: float | None):
+    x, weight, targets = inputs()
+    x, targets = x[:36].detach().requires_grad_(), targets[:36]
+
+    def logits(values: torch.Tensor) -> torch.Tensor:
+        return soft_capped(values @ weight.T, cap)
+
+    def value_with(rows: RowLosses | None) -> list[torch.Tensor]:
+        module = TokenLoss(LossConfig(chunk_tokens=chunk_tokens, z_loss=0.01), cap)
+        module.rows = rows
+        return value_and_gradients(module(x.view(4, 9, D), logits, weight, targets.view(4, 9)), x, weight)
+
+    rows = RowLosses()
+    for ours, expected in zip(value_with(rows), value_with(None)):
+        assert torch.equal(ours, expected)
+    expected = F.cross_entropy(logits(x), targets, ignore_index=IGNORED, reduction="none")
+    torch.testing.assert_close(rows.take(4), expected.double().view(4, 9).sum(dim=1), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])

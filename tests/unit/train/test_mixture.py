@@ -80,6 +80,41 @@ def test_a_killed_and_resized_run_reads_the_same_sequences(reference: Path):
         assert audit(settings.run_uri).ok
 
 
+def by_source(settings: TrainConfig) -> dict[int, dict[str, dict[str, float]]]:
+    lines = jsonlog.read(storage.store(settings.run_uri), "metrics.jsonl")
+    return {line["step"]: line["sources"] for line in lines if "sources" in line}
+
+
+def test_losses_by_source_are_those_of_the_domains_whatever_the_history(reference: Path):
+    def settings(run: str, every: int = 3) -> TrainConfig:
+        return mixed(reference, run, "metrics.loss_by_source=true", f"metrics.every_steps={every}", "reproducible=true")
+
+    each, whole, killed, resized = (settings(name, 1 if name == "each" else 3)
+                                    for name in ("each", "by_source", "killed_by_source", "resized_by_source"))
+    alone(each)
+    alone(whole)
+    with pytest.raises(Replaced):
+        alone(killed, die=5)
+    alone(killed, generation=1)
+    two_processes(resized, reference / "runs" / "resized_by_source.npz", leave=4)
+    alone(resized, generation=1)
+    assert by_source(killed) == by_source(resized) == by_source(whole)
+    losses = {line["step"]: line["loss"] for line in jsonlog.read(storage.store(each.run_uri), "metrics.jsonl")
+              if "loss" in line}
+    steps = by_source(each)
+    assert steps[1].keys() == {"code"}
+    assert steps[3].keys() == {"code", "web"}
+    for step, sources in steps.items():
+        targets = sum(figures["tokens"] for figures in sources.values())
+        nats = sum(figures["loss"] * figures["tokens"] for figures in sources.values())
+        assert nats / targets == pytest.approx(losses[step], rel=1e-6)
+    for name in ("code", "web"):
+        expected = sum(steps[step][name]["loss"] * steps[step][name]["tokens"] for step in (4, 5, 6))
+        figures = by_source(whole)[6][name]
+        assert figures["loss"] * figures["tokens"] == pytest.approx(expected)
+    assert by_source(whole).keys() == {3, 6, 8}
+
+
 def test_the_audit_sees_a_sequence_of_another_domain(reference: Path):
     source, target = reference / "runs" / "whole", reference / "runs" / "tampered"
     target.mkdir()
@@ -122,7 +157,8 @@ def test_other_data_or_other_shares_are_refused(reference: Path):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("steps=20", "ends after 153 sequences"), ("data.uri=/somewhere", "both given"),
-    ("data.mixture.domains.web.weight=1000000000", "smallest weight"), ("data.mixture.weights=1", "unknown")])
+    ("data.mixture.domains.web.weight=1000000000", "smallest weight"),
+ ("data.mixture.weights=1", "unknown")])
 def test_illegal_mixtures_are_refused_before_the_first_step(reference: Path, override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         alone(mixed(reference, "wrong", override))

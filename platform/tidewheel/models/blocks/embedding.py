@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tidewheel.models.noise import EmbeddingNoise
+
 
 class Embedding(nn.Embedding):
     """An embedding whose result may have a higher precision than its weight.
@@ -27,20 +29,22 @@ class Embedding(nn.Embedding):
         self.scale = scale
         self.positions = nn.Parameter(torch.empty(positions, dim)) if positions else None
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None,
+                noise: EmbeddingNoise | None = None) -> torch.Tensor:
         """Return the embeddings [B, L, D].
 
         Args:
             tokens: int64 [B, L].
             positions: integers [B, L], from 0 in each document; needed if they are learned.
+            noise: is added to the result.
         """
         x_BLD = look_up(tokens, self.weight, self.output_dtype)
         if self.scale != 1.0:
             x_BLD = x_BLD * self.scale
-        if self.positions is None:
-            return x_BLD
-        assert positions is not None
-        return x_BLD + look_up(positions, self.positions, self.output_dtype)
+        if self.positions is not None:
+            assert positions is not None
+            x_BLD = x_BLD + look_up(positions, self.positions, self.output_dtype)
+        return x_BLD if noise is None else noise.added(x_BLD)
 
     def look_up(self, tokens: torch.Tensor, rows_VN: torch.Tensor) -> torch.Tensor:
         """Return the rows [B, L, N] of another matrix [V, N], which has a row for each token as the embedding has."""

@@ -30,6 +30,8 @@ class MetricsConfig(Config):
     every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of metrics; the last step also has one. Times and rates cover the steps since the last
     line."""
+    loss_by_source: bool = False
+    """Report the loss of each domain of `data.mixture` over the steps since the last line, under `sources`."""
     trackers: tuple[ChosenTracker, ...] = DEFAULT
     """Further destinations: names of trackers, or their settings with the name in `kind`."""
     straggler: StragglerConfig = StragglerConfig()

@@ -36,6 +36,10 @@ class Meter:
         if self.peak is None:
             self.peak = peak_of_device(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
+    def is_due(self, step: int) -> bool:
+        """Return whether `step`, counted from 1, has a line."""
+        return step % self.every_steps == 0 or step == self.last_step
+
     def step(self, step: int, *, tokens: int, seconds: float, waited: float) -> dict[str, Any] | None:
         """Count a step, and return the figures of a line if one is due.
 
@@ -52,7 +56,7 @@ class Meter:
         for name, value in (("tokens", tokens), ("seconds", seconds), ("waited", waited)):
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._steps += 1
-        if step % self.every_steps and step != self.last_step:
+        if not self.is_due(step):
             return None
         sums, steps = self._sums, self._steps
         self._sums, self._steps = {}, 0

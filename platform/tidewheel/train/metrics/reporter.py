@@ -26,7 +26,7 @@ OnEvent = Callable[..., None]
 SETTLE_SECONDS = 5.0
 """Longest wait for slow sinks of an earlier generation of this process."""
 OWN_NAMES = frozenset({"step", "time", "generation", "tokens", "loss", "validation_loss", "validation", "sample",
-                       "objective"})
+                       "objective", "sources"})
 """Names in metrics.jsonl that other code depends on. Callbacks must not use them."""
 LISTED_RANKS = 64
 """Up to this many ranks, metrics.jsonl has each rank's own time; with more, only the slowest rank's."""
@@ -93,6 +93,10 @@ class Reporter:
             waited: seconds of the wait for data.
         """
         self._news[step] = self._stragglers.step(waited)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` has a line."""
+        return self._meter.is_due(step)
 
     def step(self, step: int, figures: Mapping[str, Any], *, tokens: int, seconds: float, waited: float) -> None:
         """Report a step that is done.

@@ -21,6 +21,8 @@ def scalars(record: Record) -> dict[str, float]:
               if isinstance(value, int | float) and name not in _NO_CURVE}
     values |= {f"objective/{name}": float(value) for name, value in record.get("objective", {}).items()
                if isinstance(value, int | float)}
+    values |= {f"sources/{name}/loss": float(figures["loss"]) for name, figures in record.get("sources", {}).items()
+               if figures["loss"] is not None}
     for domain, figures in record.get("validation", {}).items():
         prefix = f"validation/{domain}/" if domain else "validation/"
         values |= {f"{prefix}{name}": float(value) for name, value in figures.items() if isinstance(value, int | float)}

@@ -15,7 +15,8 @@ from tidewheel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 Record = Mapping[str, Any]
-"""A line of metrics.jsonl: "step" and "time", numbers by name, "validation" {domain: {name: number}}, "sample" text."""
+"""A line of metrics.jsonl: "step" and "time", numbers by name, "validation" and "sources" {domain: {name:
+number}}, "sample" text."""
 LEAVE_SECONDS = 0.5
 """`Background.leave` waits this long for a slow sink."""
 WAITING = 10_000

@@ -32,6 +32,7 @@ from tidewheel.models.blockwise import Blockwise, key_intervals
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.documents import Documents
 from tidewheel.models.loss import product_dtype
+from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.models.recomputed_attention import RecomputedAttention, flex_attend
 from tidewheel.train.parallel import partition
 from tidewheel.train.parallel.config import ParallelConfig
@@ -88,8 +89,11 @@ class RowShare:
             return micro
         documents = self.divide(micro)
         own = documents.places[self.rank]
+        noise = micro.noise
+        if noise is not None:
+            noise = EmbeddingNoise(noise.keys.gather(1, own), noise.scales.gather(1, own))
         return dataclasses.replace(micro, tokens=micro.tokens.gather(1, own), positions=micro.positions.gather(1, own),
-                                   targets=micro.targets.gather(1, own), documents=documents)
+                                   targets=micro.targets.gather(1, own), documents=documents, noise=noise)
 
     def divide(self, micro: MicroBatch) -> SharedDocuments:
         """Return which positions of a micro-batch each rank computes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting.attach import is_constant
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
+from tidewheel.models.row_losses import RowLosses
 from tidewheel.train import objectives
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
@@ -55,6 +57,7 @@ class ParallelModel:
         self.objective = objective or objectives.KIND.build(objectives.DEFAULT)
         self.share = MicroBatchShare(mesh.data_rank, mesh.data_size) if order is None else order.share
         self._rows = rows
+        self._row_losses: list[torch.Tensor] = []
         self.parts = list(parts)
         self.data = list(data)
         self.mesh = mesh
@@ -129,15 +132,39 @@ class ParallelModel:
             self.pipeline.finish()
         return self._reported(losses)
 
+    def collect_row_losses(self) -> None:
+        """Collect the losses of rows in the passes from now on, for `row_losses`."""
+        for part in self.parts:
+            if getattr(part, "norm", None) is not None:  # the decoder, or the last stage of a pipeline
+                cast(Decoder, part).token_loss.rows = RowLosses()
+
+    def row_losses(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Return the losses of each row in the last `forward_backward`, in nats, fp64 [micro-batches, rows].
+
+        They are zero on all but one of the ranks that compute the same loss, and with context parallelism each rank
+        has its share of them.
+
+        Args:
+            micro_batches: those of the passes.
+        """
+        losses = self._row_losses if self.pipeline is None else self.pipeline.row_losses()
+        if not losses:  # not the last stage of a pipeline
+            shape = len(micro_batches), micro_batches[0].tokens.shape[0]
+            return torch.zeros(shape, dtype=torch.float64, device=micro_batches[0].tokens.device)
+        return self._reported(torch.stack(losses))
+
     def _sequentially(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
                       scale: torch.Tensor | float | None) -> torch.Tensor:
         (part,), (data,) = self.parts, self.data
         losses = []
+        self._row_losses.clear()
         for index, micro in enumerate(micro_batches):
             data.begin(index, len(micro_batches))
             with context:
                 sums = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
-                            self.objective.bound(micro), micro.documents)
+                            self.objective.bound(micro), micro.documents, micro.noise)
+            if (rows := cast(Decoder, part).token_loss.rows) is not None:
+                self._row_losses.append(rows.take(len(micro.tokens)))
             loss = sums if sums.ndim == 0 else sums[0]
             (loss if scale is None else loss * scale).backward()
             data.done(index, len(micro_batches))

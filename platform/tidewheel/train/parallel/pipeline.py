@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -125,6 +126,11 @@ class Pipeline:
             return torch.zeros(len(micro_batches), *self._width, device=self._device)
         return torch.stack(plan.loss.values)
 
+    def row_losses(self) -> list[torch.Tensor]:
+        """Return the losses of rows of each micro-batch of the last step, fp64 [rows]; [] without the last stage."""
+        return [losses for plan in self._prepared.values() for stage in plan.stages
+                for _, losses in sorted(stage.row_losses.items())]
+
     def finish(self) -> None:
         """Add the gradient of the last stage's copy to that of a tied embedding, after the sum over data ranks."""
         if self._tied is not None:
@@ -227,22 +233,30 @@ class _RowStage(PipelineStage):
         self._data = data
         self._objective = objective
 
+    @cached_property
+    def row_losses(self) -> dict[int, torch.Tensor]:
+        """Losses of rows of each micro-batch, by its index, if they are collected."""
+        return {}
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self._data is not None:  # reproducible mode refuses schedules with two backward passes
             self._data.done(bwd_chunk_id, len(self._micro_batches))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._micro = self._micro_batches[fwd_chunk_id]
+        self._micro, self._index = self._micro_batches[fwd_chunk_id], fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         micro = self._micro
         objective = self._objective.bound(micro) if self.is_last and self._objective is not None else None
         with self._context:
-            return super().forward_maybe_with_nosync(
+            output = super().forward_maybe_with_nosync(
                 micro.tokens if self.is_first else args[0], micro.positions, micro.segment_ids,
-                micro.targets if self.is_last else None, objective, micro.documents)
+                micro.targets if self.is_last else None, objective, micro.documents, micro.noise)
+        if self.is_last and (rows := cast(Decoder, self.submod).token_loss.rows) is not None:
+            self.row_losses[self._index] = rows.take(len(micro.tokens))
+        return output
 
 
 class _Loss:

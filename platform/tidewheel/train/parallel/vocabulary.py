@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tidewheel.models.blocks.embedding import Embedding, look_up
 from tidewheel.models.loss import IGNORED, TokenLoss, chunk_rows, linear_cross_entropy, minus_one, soft_capped
+from tidewheel.models.noise import EmbeddingNoise
+from tidewheel.models.row_losses import RowLosses
 
 
 def shard_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -42,12 +44,14 @@ class VocabularyEmbedding(Embedding):
         self.weight, self.mesh, self.scale = shard_rows(whole.weight, mesh), mesh, whole.scale
         self.positions = None if whole.positions is None else shard_rows(whole.positions, mesh)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None,
+                noise: EmbeddingNoise | None = None) -> torch.Tensor:
         """Return the embeddings [B, L/T, D] of int64 [B, L]; L must be a multiple of T.
 
         Args:
             tokens: int64.
             positions: integers, needed if positions are learned; the number of these is a multiple of T.
+            noise: of all L positions, is added to the result.
         """
         part_BLD = self._own(tokens, self.weight, self.output_dtype)
         if self.scale != 1.0:
@@ -55,7 +59,8 @@ class VocabularyEmbedding(Embedding):
         if self.positions is not None:
             assert positions is not None
             part_BLD = part_BLD + self._own(positions, self.positions, self.output_dtype)
-        return self._sum(part_BLD).clone()  # FSDP2 cannot guard a view
+        own_BLD = self._sum(part_BLD).clone()  # FSDP2 cannot guard a view
+        return own_BLD if noise is None else noise.added(own_BLD, self.mesh.get_local_rank())
 
     def look_up(self, tokens: torch.Tensor, rows_VN: torch.Tensor) -> torch.Tensor:
         """Return the rows [B, L/T, N] of this rank's positions; see `Embedding.look_up`."""
@@ -91,6 +96,7 @@ class VocabularyLoss(nn.Module):
     def __init__(self, whole: TokenLoss, mesh: DeviceMesh) -> None:
         super().__init__()
         self.config, self.soft_cap, self.mesh = whole.config, whole.soft_cap, mesh
+        self.rows: RowLosses | None = None
 
     def forward(self, x_BLD: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], weight_VD: torch.Tensor,
                 targets_BL: torch.Tensor) -> torch.Tensor:
@@ -105,11 +111,25 @@ class VocabularyLoss(nn.Module):
         x_ND, weight_SD = all_positions(x_BLD, self.mesh).flatten(0, 1), _local(weight_VD)
         targets_N, z_loss = targets_BL.flatten(), self.config.z_loss
         rows = chunk_rows(len(targets_N), weight_SD.shape[0], self.config.chunk_tokens, x_ND.device)
+        observe = None
+        if self.rows is not None:
+            self.rows.begin()
+            observe = self._observe
         if rows == len(targets_N):
-            return self.cross_entropy(soft_capped(F.linear(x_ND, weight_SD), self.soft_cap), targets_N, z_loss)
+            logits_NS = soft_capped(F.linear(x_ND, weight_SD), self.soft_cap)
+            if observe is not None:
+                observe(logits_NS, targets_N)
+            return self.cross_entropy(logits_NS, targets_N, z_loss)
         return linear_cross_entropy(x_ND, weight_SD, targets_N, rows=rows, z_loss=z_loss,
                                     cross_entropy=self.cross_entropy, gradients=self.token_gradients,
-                                    soft_cap=self.soft_cap)
+                                    soft_cap=self.soft_cap, observe=observe)
+
+    @torch.no_grad()
+    def _observe(self, logits_NS: torch.Tensor, targets_N: torch.Tensor) -> None:
+        assert self.rows is not None
+        row_N, here_N = _own_rows(targets_N, logits_NS.shape[1], self.mesh)
+        _, (sum_N, target_N) = self._shard_sums(logits_NS.detach(), row_N, here_N)
+        self.rows.add((sum_N.log() - target_N).masked_fill(targets_N == IGNORED, 0.0))
 
     def cross_entropy(self, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
         """Return `models.loss.cross_entropy` of all logits.
@@ -136,17 +156,22 @@ class VocabularyLoss(nn.Module):
     def _loss_and_gradient(self, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float,
                            dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss and its gradient in `dtype`. Each pass over the logits reads them in their own dtype."""
-        known_N, group = targets_N != IGNORED, self.mesh.get_group()
+        known_N = targets_N != IGNORED
         row_N, here_N = _own_rows(targets_N, logits_NS.shape[1], self.mesh)
-        top_N = logits_NS.amax(dim=1).float()
-        dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
-        sums_2N = _fused(shard_sums, logits_NS)(logits_NS, top_N, row_N, here_N)
-        dist.all_reduce(sums_2N, group=group)
-        sum_N, target_N = sums_2N.unbind()
+        top_N, (sum_N, target_N) = self._shard_sums(logits_NS, row_N, here_N)
         loss = (sum_N.log() - target_N).masked_fill(~known_N, 0.0).sum()
         factor_N = (1 + 2 * z_loss * (sum_N.log() + top_N)) / sum_N
         gradient_NS = _fused(shard_gradient, logits_NS)(logits_NS, top_N, factor_N, row_N, here_N, known_N, dtype)
         return loss, gradient_NS
+
+    def _shard_sums(self, logits_NS: torch.Tensor, row_N: torch.Tensor,
+                    here_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest logit of each token, [N], and `shard_sums` of all ranks together, [2, N]."""
+        top_N = logits_NS.amax(dim=1).float()
+        dist.all_reduce(top_N, dist.ReduceOp.MAX, group=self.mesh.get_group())
+        sums_2N = _fused(shard_sums, logits_NS)(logits_NS, top_N, row_N, here_N)
+        dist.all_reduce(sums_2N, group=self.mesh.get_group())
+        return top_N, sums_2N
 
 
 class _CrossEntropy(torch.autograd.Function):

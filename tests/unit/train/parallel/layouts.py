@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -11,12 +12,14 @@ from torch.distributed.tensor import DTensor
 from tidewheel.config import build
 from tidewheel.models.decoder import next_tokens
 from tidewheel.train import parallel
+from tidewheel.train.batches import Noise
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch, StepResult, train_step
+from tidewheel.train.training import noise_of
 
 VOCABULARY, LENGTH, ROWS, MICRO = 96, 32, 8, 2
 SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 64, "init_std": 0.1}
@@ -42,23 +45,34 @@ def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens, positions - begins, segments
 
 
-def micro_batches(seed: int, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
+def micro_batches(seed: int, data_rank: int = 0, data_size: int = 1, noise: Noise | None = None) -> list[MicroBatch]:
     """Return a data rank's micro-batches of the global batch `seed`."""
     tokens, positions, segments = rows(seed)
     targets, each = next_tokens(tokens, segments), ROWS // data_size
     parts = [slice(start, start + MICRO) for start in range(data_rank * each, (data_rank + 1) * each, MICRO)]
     return [MicroBatch(tokens[part], positions[part], segments[part], targets[part], part.start * 4 // ROWS,
-                       int((segments[part] >= 0).sum()), int((targets[part] >= 0).sum())) for part in parts]
+                       int((segments[part] >= 0).sum()), int((targets[part] >= 0).sum()),
+                       noise=noise and noise(segments[part].numpy(), np.arange(part.start, part.stop), seed),
+                       sources=tuple(row % 3 % 2 for row in range(part.start, part.stop)),
+                       row_targets=tuple((targets[part] >= 0).sum(dim=1).tolist()))
+            for part in parts]
 
 
-def train(wanted: TrainConfig, world_size: int, steps: int) -> tuple[ParallelModel, list[StepResult]]:
-    """Run a few optimizer steps; with a world size of 1 each process trains alone."""
+def train(wanted: TrainConfig, world_size: int, steps: int,
+          sources: int = 0) -> tuple[ParallelModel, list[StepResult]]:
+    """Run a few optimizer steps; with a world size of 1 each process trains alone.
+
+    With `sources` 2, losses are reported by source: rows 1, 4 and 7 are of the second one.
+    """
     runtime = Runtime(dist.get_rank() if world_size > 1 else 0, world_size)
     model = parallel.build(wanted, VOCABULARY, runtime)
     parallel.init_weights(model, seed=3)
+    if sources:
+        model.collect_row_losses()
     optimizer, collectives, mesh = build_optimizer(model, wanted.optimizer), Collectives(runtime), model.mesh
-    return model, [train_step(model, optimizer, micro_batches(step, mesh.data_rank, mesh.data_size), collectives,
-                              virtual_ranks=4, clip_norm=0.5, precision=wanted.precision) for step in range(steps)]
+    return model, [train_step(model, optimizer, micro_batches(step, mesh.data_rank, mesh.data_size, noise_of(wanted)),
+                              collectives, virtual_ranks=4, clip_norm=0.5, precision=wanted.precision, sources=sources)
+                   for step in range(steps)]
 
 
 def whole_values(model: ParallelModel) -> dict[str, torch.Tensor]:
@@ -72,15 +86,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def assert_same_training(wanted: TrainConfig, steps: int = 3) -> ParallelModel:
+def assert_same_training(wanted: TrainConfig, steps: int = 3, sources: int = 0) -> ParallelModel:
     """Check that losses, norms, loads and parameters under `wanted` on all ranks equal those of one process."""
     alone = wanted.model_copy(update={"parallel": type(wanted.parallel)()})
-    reference, expected = train(alone, 1, steps)
-    model, results = train(wanted, dist.get_world_size(), steps)
+    reference, expected = train(alone, 1, steps, sources)
+    model, results = train(wanted, dist.get_world_size(), steps, sources)
     where = str(wanted.parallel)
     for ours, theirs in zip(results, expected):
         assert abs(ours.loss / theirs.loss - 1) < 1e-5, f"{where}: loss {ours.loss}, not {theirs.loss}"
         assert abs(ours.gradient_norm / theirs.gradient_norm - 1) < 1e-4, f"{where}: norm"
+        assert len(ours.sources) == sources, where
+        for (nats, targets), (expected_nats, expected_targets) in zip(ours.sources, theirs.sources):
+            assert targets == expected_targets, where
+            assert abs(nats / expected_nats - 1) < 1e-5, f"{where}: {nats}, not {expected_nats}"
         assert (ours.tokens, ours.targets) == (theirs.tokens, theirs.targets), where
         assert ours.metrics.keys() == theirs.metrics.keys(), where
         for name, value in theirs.metrics.items():

@@ -14,7 +14,7 @@ from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
 STEPS = 8
-RECIPE = ["reproducible=true", "evaluation.every_steps=3", "guards.window=8"]
+RECIPE = ["reproducible=true", "evaluation.every_steps=3", "guards.window=8", "neftune_alpha=5"]
 LEGS = [(4, ["parallel.data=zero2"]), (2, ["parallel.data=zero3", "parallel.reduce=micro_batch"]),
         (1, []), (4, ["parallel.data=zero3", "parallel.replicate=2"])]
 """Number of workers and layout, two steps each."""
