@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 TASKS = ("first_run", "csv_to_model", "bring_your_data", "inputs", "clean_text", "pretrain_on_a_cluster",
          "on_kubernetes", "spot_training", "recover", "write_a_filter",
          "write_an_optimizer", "write_an_objective", "write_a_callback", "write_a_reward", "add_a_model",
-         "long_context", "sft", "preferences",
+         "long_context", "sft", "preferences", "distillation",
          "adapters")
 #: Programs of blocks that are not run, because they need a cloud, an API server or a container engine.
 OUTSIDE = ("kubectl", "docker", "helm", "aws", "gcloud", "ray up")

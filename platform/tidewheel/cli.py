@@ -32,6 +32,7 @@ from tidewheel.commands import (
     reference,
     score,
     shards,
+    teacher,
     workflow,
 )
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
@@ -63,6 +64,7 @@ app.command(generate.generate)
 app.command(judge.judge)
 app.command(reference.reference)
 app.command(score.score)
+app.command(teacher.teacher)
 
 
 @app.command

@@ -17,9 +17,10 @@ from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of, r
 from tidewheel.checkpoint.dcp import Reader, load_planner
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
+from tidewheel.checkpoint.models import model_of as model_of
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.errors import CheckpointError, ConfigError, StorageError
-from tidewheel.models import families, huggingface
+from tidewheel.models import huggingface
 from tidewheel.models.adapting import merge
 from tidewheel.models.adapting.names import by_module, parameter_name, weight_name
 from tidewheel.models.family import Model
@@ -155,30 +156,6 @@ def save_weights(target: Store, config: Model, weights: dict[str, torch.Tensor],
                            fix="check that the folder can be written to, then give the command again")
 
 
-def model_of(manifest: CheckpointManifest, where: str, *, any_head: bool = False) -> tuple[Model, int]:
-    """Return the model's configuration and vocabulary size.
-
-    Args:
-        manifest: the checkpoint's manifest.
-        where: location for error messages.
-        any_head: accept a model with an objective's head in the place of logits.
-
-    Raises:
-        CheckpointError: this version does not know the model in the checkpoint, or it gives no logits.
-    """
-    head = (manifest.extra.get("identity") or {}).get("head")
-    if head and not any_head:
-        raise CheckpointError(f"a model of objective {head}, whose head gives no logits; a decoder is expected",
-                              where=where, fix="give a checkpoint of a decoder; `tidewheel evaluate` takes this one")
-    try:
-        base = base_of(manifest)
-        rows = manifest.tensors["model/embedding.weight"].shape[0] if base is None else base.vocabulary_size
-        return families.of_shape(manifest.extra["identity"]["model"]), rows
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"its model is not known: {' '.join(str(error).split())[:200]}", where=where,
-                              fix="use the version of Tidewheel that wrote it") from None
-
-
 def _count(config: Model, vocabulary_size: int) -> int:
     return sum(shape.numel() for shape in huggingface.parameter_shapes(config, vocabulary_size).values())
 
@@ -201,16 +178,19 @@ def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
     """
     base = base_of(manifest)
     if base is not None:
-        config, rows = model_of(manifest, checkpoints.at(name))
+        config, rows = model_of(manifest, checkpoints.at(name), any_head=True)
         shapes = huggingface.weight_shapes(config, rows)
+        own = [key for key in names if f"model/{key}" in manifest.tensors]  # an objective's head
+        names = [key for key in names if key not in own]
         others = shapes.keys() - set(names)
         shapes = {key: shape for key, shape in shapes.items() if key in names}
         values: dict[str, torch.Tensor] = {}
         for module, parts in by_module(adapter_values(checkpoints, name, manifest, read_stored)).items():
             if weight_name(module, others) is None:  # of one that is asked for
                 values |= {parameter_name(module, key): value for key, value in parts.items()}
-        return merge.merged(read_base(base, config, shapes, checkpoints, name, manifest, read_stored),
-                            adapter_of(manifest), values)
+        whole = merge.merged(read_base(base, config, shapes, checkpoints, name, manifest, read_stored),
+                             adapter_of(manifest), values)
+        return {**whole, **read_stored(checkpoints, name, manifest, own)} if own else whole
     return read_stored(checkpoints, name, manifest, names)
 
 

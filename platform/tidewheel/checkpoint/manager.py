@@ -18,6 +18,7 @@ from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
 from tidewheel.checkpoint.dcp import StagedPlanner, Writer
 from tidewheel.checkpoint.loading import load_newest, load_uri, reason_of
 from tidewheel.checkpoint.manifest import CheckpointManifest, TensorEntry, step_name
+from tidewheel.checkpoint.models import describe
 from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.retention import Keep, abort_abandoned_uploads, collect
 from tidewheel.checkpoint.staging import Snapshot, Stage, flatten, local
@@ -27,7 +28,7 @@ from tidewheel.errors import CheckpointError, OwnershipError, StorageAwayError, 
 from tidewheel.storage import Stamp, Store
 from tidewheel.time_limit import TimeLimit, bounded
 from tidewheel.train.checkpoint_config import CheckpointConfig
-from tidewheel.train.runtime import Keeps, Loaded, Saves
+from tidewheel.train.runtime import Described, Keeps, Loaded, Saves
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +271,10 @@ class CheckpointManager:
             StorageError: the store does not answer.
         """
         return load_uri(uri, self.peers, flatten(state))
+
+    def describe(self, uri: str) -> Described:
+        """Return which decoder a checkpoint of another run holds; see `models.describe`. All ranks call it."""
+        return self.peers.from_first(lambda: describe(uri))
 
     def _refuse(self, name: str, reason: str) -> None:
         self._damaged.add(name)

@@ -1,25 +1,34 @@
-"""Check that a run of preferences starts from the reference model of its data."""
+"""Check that the other models of a new run fit it: the reference model of preferences, and a live teacher."""
 
 from __future__ import annotations
 
 from tidewheel.checkpoint.digest import digest
+from tidewheel.checkpoint.models import describe
 from tidewheel.errors import ConfigError
-from tidewheel.shards.references import SHOWN
+from tidewheel.shards.columns import SHOWN
+from tidewheel.train import checks
 from tidewheel.train.preferences.objective import ReferenceObjective
 from tidewheel.train.run import Run
+from tidewheel.train.teacher_config import live_teacher
 
 
 def check_start(run: Run) -> None:
-    """Compare the model that a new run starts from with the reference model of its data.
+    """Compare the model that a new run starts from with the reference model of its data, and check a live teacher.
 
     A run that has started before is not compared: its checkpoints name the reference (`train.checks.identity`).
 
     Raises:
-        ConfigError: they differ, or the run starts from random weights.
-        CheckpointError: there is no checkpoint at `model.init_from`, or it is damaged.
+        ConfigError: they differ, the run starts from random weights, or the teacher does not fit.
+        CheckpointError: there is no checkpoint at `model.init_from` or `objective.teacher`, or it is damaged.
     """
     config = run.config
     objective = config.objective
+    if uri := live_teacher(config):
+        source, _ = run.data()
+        checks.teacher(config, describe(uri), source.manifest)
+        return
+    if config.base_is_reference:
+        return
     if not isinstance(objective, ReferenceObjective) or not objective.start_is_reference \
             or run.store.exists("run.json"):
         return

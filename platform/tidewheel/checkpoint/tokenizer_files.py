@@ -112,6 +112,17 @@ def copy(source: Store, target: Store) -> bool:
     return target.exists(TOKENIZER)
 
 
+def hash_of_run(run: Store) -> str:
+    """Return the hash of the tokenizer's file of a run or an imported model; "" if it is not known."""
+    try:
+        domains = _domains(run)
+    except ConfigError:  # the shard set is gone
+        return ""
+    if domains:
+        return str(domains[0].manifest.tokenizer["hash"])
+    return run.hash(TOKENIZER) if run.exists(TOKENIZER) else ""
+
+
 def _domains(run: Store) -> Sequence[Domain]:
     """Return the shard sets of a run; () of an imported model."""
     from tidewheel.train.record import recorded_source

@@ -33,8 +33,8 @@ def reference(
         made = make(ReferenceModel(model, device=device, precision=precision), data, output, mismatched=mismatched,
                     on_progress=lambda done, total: bar.update(done, total=total))
     if as_json:
-        print(json.dumps({"reference": made.uri, "pairs": made.pairs, "computed": made.computed}))
+        print(json.dumps({"reference": made.uri, "pairs": made.rows, "computed": made.computed}))
         return 0
-    print(f"{made.pairs:,} pairs, {made.computed:,} computed now")
+    print(f"{made.rows:,} pairs, {made.computed:,} computed now")
     print(made.uri)
     return 0

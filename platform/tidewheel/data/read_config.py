@@ -123,6 +123,9 @@ class ReadConfig(Config):
     """Preferences: field with the better answer. Text or messages."""
     rejected: str = "rejected"
     """Preferences: field with the worse answer. Text or messages."""
+    margin: str = ""
+    """Preferences: field with a number that says by how much the better answer is better, for reward models. Empty:
+    the pairs have no margins."""
     priority: dict[str, int] = Field(default_factory=dict)
     """Priority of sources; others have 0. Of duplicates, the document whose source has the highest priority stays."""
     sample: float | None = Field(default=None, gt=0, le=1)
@@ -152,6 +155,8 @@ class ReadConfig(Config):
 
     @model_validator(mode="after")
     def _one_text(self) -> ReadConfig:
+        if self.margin and self.kind != "preferences":
+            raise ValueError(f"margin: records of kind {self.kind} have none; leave it out, or set kind: preferences")
         if self.kind != "documents" and isinstance(self.text, TextTemplate):
             raise ValueError(f"text: kind {self.kind} takes its text from messages; a template is only for documents")
         return self

@@ -79,6 +79,11 @@ class Adapter(Part):
         """
         raise NotImplementedError
 
+    @property
+    def can_be_off(self) -> bool:
+        """Whether the model computes as its base when no module calls its adapter."""
+        return type(self).prepare is Adapter.prepare
+
     def parameters(self, model: Model, vocabulary_size: int) -> int:
         """Return the number of trainable parameters, without building them.
 

@@ -29,6 +29,8 @@ class Job:
     vocabulary_size: int
     sequence_length: int
     techniques: ExpertTechniques = OWN
+    teacher: Job | None = None
+    """A live teacher, as a job of its own; None: there is none."""
 
     @property
     def model(self) -> Model:

@@ -14,6 +14,7 @@ from tidewheel.plan.adapters import with_adapter
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 from tidewheel.plan.offload import offloads
+from tidewheel.plan.teachers import teacher_bytes
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 8192
 """Above this many bytes, logits are computed for `CHUNK_TOKENS` tokens at a time; as in `models.loss` on a GPU, which
@@ -39,6 +40,8 @@ class Memory:
     """Logits, their gradient, and the output matrix's gradient where it is made with the loss."""
     communication: float
     """Gathered blocks, and gradients that are being reduced."""
+    teacher: float = 0.0
+    """A live teacher, see `plan.teachers`."""
 
     @property
     def state(self) -> float:
@@ -48,11 +51,12 @@ class Memory:
     @property
     def total(self) -> float:
         """All bytes of the GPU."""
-        return self.state + self.copies + self.activations + self.logits + self.communication
+        return self.state + self.copies + self.activations + self.logits + self.communication + self.teacher
 
     def parts(self) -> dict[str, float]:
-        """Return the bytes of each part by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the bytes of each part by name; of a teacher, if there is one."""
+        parts = {field.name: float(getattr(self, field.name)) for field in fields(self)}
+        return parts if self.teacher else {name: size for name, size in parts.items() if name != "teacher"}
 
 
 def memory(job: Job, layout: Layout) -> Memory:
@@ -105,7 +109,8 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     activations = tokens * (share.in_flight * share.blocks * average_kept(job, layout) + again)
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
-    result = Memory(parameters, copies, gradients, optimizer, activations, logits, moving)
+    frozen = teacher_bytes(job, layout, share, tokens, logit_rows(job, layout, tokens))
+    result = Memory(parameters, copies, gradients, optimizer, activations, logits, moving, frozen)
     return result if job.config.adapter is None else with_adapter(job, layout, share, parts, result)
 
 

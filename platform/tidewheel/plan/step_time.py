@@ -147,6 +147,9 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
         # logits are written, then read for the softmax's sums and for the gradient, which is written and read twice
         passed = tokens * job.vocabulary_size / p.tensor * 6 * job.compute_bytes / gpu.hbm
         forward, backward = forward + output + passed / 2, backward + 2 * output + passed / 2
+    if job.teacher is not None:  # a forward pass, and the logits again in the backward pass
+        own = min(shares(job.teacher, layout), key=lambda part: abs(part.rank - share.rank))
+        forward += passes(job.teacher, layout, cluster, own)[0]
     return forward, backward
 
 

@@ -14,6 +14,7 @@ from tidewheel.plan.memory_tier import MemoryTierCost
 from tidewheel.plan.offload import offloads
 from tidewheel.plan.summary import Summary
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.teacher_config import live_teacher, teacher_config
 
 VOCABULARY_SIZE, SEQUENCE_LENGTH = 128_256, 8_192
 """Llama 3's, used when neither an option nor the configuration nor a shard set gives them."""
@@ -46,7 +47,21 @@ def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: in
     if vocabulary is None:
         vocabulary = VOCABULARY_SIZE
         notes.append(f"a vocabulary of {vocabulary:,} (--vocabulary-size changes it)")
-    return Job(config, vocabulary, length), notes
+    return Job(config, vocabulary, length, _teacher_of(config, vocabulary, length)), notes
+
+
+def _teacher_of(config: TrainConfig, vocabulary_size: int, sequence_length: int) -> Job | None:
+    """Return a live teacher, whose checkpoint's manifest is read; None: the run has none.
+
+    Raises:
+        CheckpointError: there is no checkpoint of a decoder.
+    """
+    uri = live_teacher(config)
+    if not uri:
+        return None
+    from tidewheel.checkpoint.models import describe  # imports torch
+
+    return Job(teacher_config(config, describe(uri).model), vocabulary_size, sequence_length)
 
 
 def ranked(ranking: Ranking, top: int) -> list[Row]:

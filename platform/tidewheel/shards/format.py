@@ -46,7 +46,7 @@ def shard_schema(sequence_length: int, token_dtype: str, loss_mask: bool = False
     return pa.schema(fields)
 
 
-def preference_schema(token_dtype: str) -> pa.Schema:
+def preference_schema(token_dtype: str, margins: bool = False) -> pa.Schema:
     """Return the schema of a shard of a preference set, whose rows are pairs.
 
     The columns are:
@@ -54,13 +54,19 @@ def preference_schema(token_dtype: str) -> pa.Schema:
     - prompt_length: int32, number of tokens that both sequences begin with, including the generation prompt.
     - chosen, rejected: list<token_dtype>, the whole conversation with the better and the worse answer. Each is longer
       than the prompt and has at most the set's sequence_length tokens.
+    - margin, optional: float32, by how much the chosen answer is better.
+
+    Args:
+        token_dtype: "uint16" or "uint32".
+        margins: include the column margin.
 
     Raises:
         ValueError: `token_dtype` is neither "uint16" nor "uint32".
     """
     tokens = pa.list_(token_type(token_dtype))
-    return pa.schema([pa.field("document_id", pa.string()), pa.field("prompt_length", pa.int32()),
-                      pa.field("chosen", tokens), pa.field("rejected", tokens)])
+    fields = [pa.field("document_id", pa.string()), pa.field("prompt_length", pa.int32()), pa.field("chosen", tokens),
+              pa.field("rejected", tokens)]
+    return pa.schema([*fields, pa.field("margin", pa.float32())] if margins else fields)
 
 
 def token_type(token_dtype: str) -> pa.DataType:
@@ -117,7 +123,7 @@ def _canonical(table: pa.Table) -> pa.Table:
 def _schema_of(table: pa.Table) -> pa.Schema:
     """Return the schema of a shard with these columns."""
     if "chosen" in table.column_names and pa.types.is_list(table.schema.field("chosen").type):
-        return preference_schema(str(table.schema.field("chosen").type.value_type))
+        return preference_schema(str(table.schema.field("chosen").type.value_type), "margin" in table.column_names)
     if "tokens" not in table.column_names or not pa.types.is_fixed_size_list(table.schema.field("tokens").type):
         raise ValueError(f"not a shard: columns {table.column_names}")
     tokens = table.schema.field("tokens").type

@@ -74,6 +74,8 @@ class Manifest:
     (`format.preference_schema`), where sequence_length is the maximum for each of the two."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The pipeline's settings, for information; {} if not recorded. They are not part of the set's identity."""
+    margins: bool = False
+    """Whether pairs have the column margin."""
     chat_template: str = ""
     """Template of conversations and pairs, as JSON text of `data.tokenize.chat.read_template`; "" for plain text. It is
     not part of the set's identity, because the tokens follow from it."""
@@ -111,7 +113,7 @@ class Manifest:
         """Return the JSON values of all fields."""
         values = asdict(self)
         del values["to_come"]
-        for name in ("waves", "recipe", "chat_template"):  # omitted when empty, as before these fields existed
+        for name in ("waves", "recipe", "chat_template", "margins"):  # omitted when empty, as before they existed
             if not values[name]:
                 del values[name]
         values["shards"] = list(values["shards"])
@@ -187,7 +189,8 @@ def parse_manifest(values: Any, where: str) -> Manifest:
         recipe_hash=fields.text("recipe_hash"), evaluation_sets=tuple(sets), documents=fields.number("documents"),
         shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)), waves=waves, kind=kind,
         recipe=fields.group("recipe").values if "recipe" in fields.values else {},
-        chat_template=fields.text("chat_template") if "chat_template" in fields.values else "")
+        chat_template=fields.text("chat_template") if "chat_template" in fields.values else "",
+        margins=fields.one_of("margins", (False, True)) if "margins" in fields.values else False)
 
 
 def parse_shards(fields: Fields, room: int) -> tuple[ShardInfo, ...]:
@@ -281,6 +284,11 @@ class Fields:
         """
         return self._take(key, lambda value: type(value) is int and at_least <= value <= at_most,
                           f"a whole number from {at_least} to {at_most}")
+
+    def positive(self, key: str) -> float:
+        """Return a finite number above 0."""
+        return float(self._take(key, lambda value: type(value) in (int, float) and 0 < value < float("inf"),
+                                "a number above 0"))
 
     def one_of(self, key: str, known: tuple[Any, ...]) -> Any:
         """Return a value that is one of `known`, also in its type."""

@@ -32,6 +32,20 @@ ROWS = {PACKED: "packed sequences", PREFERENCES: "pairs"}
 
 
 @dataclass(frozen=True)
+class TeacherRows:
+    """What a teacher says of B rows of L tokens; see `shards.teachers`."""
+
+    tokens: np.ndarray
+    """[B, L, K] in the set's token_dtype."""
+    log_probabilities: np.ndarray
+    """[B, L, K + 1] fp32."""
+
+    def cut(self, part: slice | np.ndarray, length: int | None = None) -> TeacherRows:
+        """Return some of the rows, cut to `length` tokens."""
+        return TeacherRows(self.tokens[part][:, :length], self.log_probabilities[part][:, :length])
+
+
+@dataclass(frozen=True)
 class Rows:
     """B packed sequences of L tokens."""
 
@@ -51,6 +65,22 @@ class Rows:
     """Number of sequences of equal width side by side in a row of L tokens; more than 1 for pairs (`shards.pairs`)."""
     reference: np.ndarray | None = None
     """[B, parts] fp32: log-probability of each part's answer under a reference model; None: not read."""
+    teacher: TeacherRows | None = None
+    """A teacher's most likely tokens; None: not read."""
+    margins: np.ndarray | None = None
+    """[B] fp32: by how much the chosen answer of each pair is better; None: the set has none."""
+
+    def only(self, parts: slice) -> Rows:
+        """Return the rows with some of their parts."""
+        def chosen(values: np.ndarray) -> np.ndarray:
+            split = values.reshape(len(values), self.parts, self.width)[:, parts]
+            return split.reshape(len(values), -1)
+
+        segment_ids = chosen(self.segment_ids)
+        return Rows(chosen(self.tokens), (segment_ids >= 0).sum(axis=1).astype(np.int32), segment_ids,
+                    chosen(self.positions), self.ids, None if self.loss_mask is None else chosen(self.loss_mask),
+                    segment_ids.shape[1] // self.width,
+                    None if self.reference is None else self.reference[:, parts], margins=self.margins)
 
     @property
     def width(self) -> int:
@@ -203,6 +233,30 @@ class OpenedSet(Generic[S]):
         except ShardError as error:
             self._read_again(np.unique(shards).tolist(), error)
             return self._gather(shards, rows)
+
+    def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the tokens of row `rows[i]` of shard number `shards[i]` for each i, int32 [B].
+
+        Of a pair they are those of the longer sequence.
+
+        Args:
+            shards: see `rows`.
+            rows: see `rows`.
+
+        Raises:
+            ShardError: a shard is missing or damaged.
+            IndexError: there is no such shard or row.
+        """
+        self._check(shards, rows)
+        lengths = np.empty(len(shards), dtype=np.int32)
+        for index in np.unique(shards).tolist():
+            in_shard = shards == index
+            lengths[in_shard] = self._lengths(self.shard(index))[rows[in_shard]]
+        return lengths
+
+    def _lengths(self, shard: S) -> np.ndarray:
+        """Return the tokens of each row of a shard."""
+        raise NotImplementedError
 
     def _check(self, shards: np.ndarray, rows: np.ndarray) -> None:
         counts = self._counts

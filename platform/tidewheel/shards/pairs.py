@@ -21,6 +21,7 @@ from tidewheel.shards.manifest import PARTS, PREFERENCES, REBUILD, WITH_MISMATCH
 from tidewheel.shards.opened import OnDamage, OpenedSet, Rows
 from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.references import Column
+from tidewheel.shards.teachers import TeacherTokens
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class PairShard:
     chosen: tuple[np.ndarray, np.ndarray]
     """All tokens, and int32 [n + 1]: sequence r has the tokens from bound r to bound r + 1."""
     rejected: tuple[np.ndarray, np.ndarray]
+    margins: np.ndarray | None = None
+    """[n] fp32; None: the set has none."""
 
     def sequence(self, row: int, part: int) -> np.ndarray:
         """Return the tokens of a part of a row: 0 chosen, 1 rejected, 2 mismatched (not yet cut)."""
@@ -78,12 +81,14 @@ class PairSet(OpenedSet[PairShard]):
                 batch.validate()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
-        if batch is None or not batch.schema.equals(preference_schema(self.manifest.token_dtype)) \
+        schema = preference_schema(self.manifest.token_dtype, self.manifest.margins)
+        if batch is None or not batch.schema.equals(schema) \
                 or batch.num_rows != info.rows or any(column.null_count for column in batch.columns):
             raise ShardError(f"the shard's columns or rows are not those of its manifest, which has {info.rows} rows",
                              where=where, fix=REBUILD)
         shard = PairShard(batch.column("prompt_length").to_numpy(), _flat(batch.column("chosen")),
-                          _flat(batch.column("rejected")))
+                          _flat(batch.column("rejected")),
+                          batch.column("margin").to_numpy() if self.manifest.margins else None)
         lengths = [np.diff(bounds) for _, bounds in (shard.chosen, shard.rejected)]
         if min(shard.prompts.min(), *(part.min() for part in lengths)) < 0 \
                 or np.any(shard.prompts >= np.minimum(*lengths)) \
@@ -94,25 +99,8 @@ class PairSet(OpenedSet[PairShard]):
                              fix="leave such pairs out: `tidewheel data run` drops them")
         return shard
 
-    def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the tokens of the longer of the two sequences of each row, int32 [B].
-
-        Args:
-            shards: see `rows`.
-            rows: see `rows`.
-
-        Raises:
-            ShardError: a shard is missing or damaged.
-            IndexError: there is no such shard or row.
-        """
-        self._check(shards, rows)
-        lengths = np.empty(len(shards), dtype=np.int32)
-        for index in np.unique(shards).tolist():
-            in_shard = shards == index
-            shard = self.shard(index)
-            longer = np.maximum(np.diff(shard.chosen[1]), np.diff(shard.rejected[1]))
-            lengths[in_shard] = longer[rows[in_shard]]
-        return lengths
+    def _lengths(self, shard: PairShard) -> np.ndarray:
+        return np.maximum(np.diff(shard.chosen[1]), np.diff(shard.rejected[1]))
 
     def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         manifest, count, length = self.manifest, len(shards), self.manifest.sequence_length
@@ -123,6 +111,7 @@ class PairSet(OpenedSet[PairShard]):
         mask = np.zeros(shape, dtype=np.uint8)
         lengths = np.zeros(count, dtype=np.int32)
         reference = None if self.column is None else np.empty((count, self.parts), dtype=np.float32)
+        margins = np.zeros(count, dtype=np.float32) if manifest.margins else None
         for slot, (index, row) in enumerate(zip(shards.tolist(), rows.tolist())):
             shard = self.shard(index)
             for part in range(self.parts):
@@ -133,6 +122,8 @@ class PairSet(OpenedSet[PairShard]):
                 positions[slot, part, :size] = np.arange(size)
                 mask[slot, part, shard.prompts[row]:size] = 1
                 lengths[slot] += size
+            if margins is not None and shard.margins is not None:
+                margins[slot] = shard.margins[row]
             if reference is not None and self.column is not None:
                 reference[slot] = self.column.values(index)[row, :self.parts]
             if int(tokens[slot].max()) >= manifest.vocabulary_size:
@@ -140,11 +131,12 @@ class PairSet(OpenedSet[PairShard]):
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
         flat = (count, self.parts * length)
         return Rows(tokens.reshape(flat), lengths, segments.reshape(flat), positions.reshape(flat), ids,
-                    mask.reshape(flat), self.parts, reference)
+                    mask.reshape(flat), self.parts, reference, margins=margins)
 
 
 def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_damage: OnDamage | None = None,
-             manifest: Manifest | None = None, parts: int = PARTS, reference: str = "") -> ShardSet | PairSet:
+             manifest: Manifest | None = None, parts: int = PARTS, reference: str = "",
+             teacher: str = "") -> ShardSet | PairSet:
     """Open a set of any kind.
 
     Args:
@@ -155,13 +147,16 @@ def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_da
         manifest: the set's manifest, if it is already known.
         parts: of a preference set, the sequences in each row.
         reference: of a preference set, folder of the log-probabilities under a reference model; "": they are not read.
+        teacher: of packed sequences, folder of a teacher's tokens; "": they are not read.
 
     Raises:
-        ShardError: there is no set, or no log-probabilities of it in `reference`.
+        ShardError: there is no set, or no log-probabilities of it in `reference`, or no tokens of it in `teacher`.
     """
     manifest = read_manifest(storage.store(uri)) if manifest is None else manifest
     if manifest.kind != PREFERENCES:
-        return ShardSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
+        packed = ShardSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
+        return packed.reading(TeacherTokens.of(teacher, uri, manifest, cache, verify=verify, on_damage=on_damage)
+                              if teacher else None)
     column = Column.open(reference, uri, manifest, parts) if reference else None
     opened = PairSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
     return opened.reading(parts, column)

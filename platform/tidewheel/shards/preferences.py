@@ -52,7 +52,7 @@ def read_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) ->
         batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
-    if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype)):
+    if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype, manifest.margins)):
         raise ShardError("the shard's columns are not those of its manifest", where=where, fix=REBUILD)
     return batch
 
@@ -83,6 +83,8 @@ def check_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -
     shortest = np.minimum(*lengths)
     if longest > manifest.sequence_length:
         problems.append(f"a sequence has {longest} tokens, at most {manifest.sequence_length} are allowed")
+    if manifest.margins and not np.isfinite(batch.column("margin").to_numpy()).all():
+        problems.append("a margin is not a number")
     prompts = batch.column("prompt_length").to_numpy()
     if prompts.min() < 0 or np.any(prompts >= shortest):
         return [*problems, "a prompt is not shorter than its sequence"]
@@ -122,5 +124,5 @@ def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | 
     values = read_shard(set_store, info, manifest).slice(inside, 1).to_pylist()[0]
     return {"row": row, "id": f"{info.name}:{inside}", "document": values["document_id"],
             "prompt_length": values["prompt_length"], "chosen_length": len(values["chosen"]),
-            "rejected_length": len(values["rejected"]), "chosen": values["chosen"][:shown],
-            "rejected": values["rejected"][:shown]}
+            "rejected_length": len(values["rejected"]), **({"margin": values["margin"]} if manifest.margins else {}),
+            "chosen": values["chosen"][:shown], "rejected": values["rejected"][:shown]}

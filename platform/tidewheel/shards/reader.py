@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from tidewheel.shards.manifest import PACKED, REBUILD, Manifest, ShardInfo
 from tidewheel.shards.opened import OnDamage as OnDamage
 from tidewheel.shards.opened import OpenedSet
 from tidewheel.shards.opened import Rows as Rows
+from tidewheel.shards.teachers import TeacherTokens
 
 
 @dataclass(frozen=True)
@@ -67,31 +69,36 @@ def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> S
 
 
 class ShardSet(OpenedSet[Shard]):
-    """A set of packed sequences opened for reading. Safe to use from several threads."""
+    """A set of packed sequences opened for reading. Safe to use from several threads.
+
+    Attributes:
+        teacher: a teacher's tokens; None: they are not read.
+    """
 
     KIND = PACKED
+    teacher: TeacherTokens | None = None
 
     def _opened(self, path: Path, index: int) -> Shard:
         info = self.manifest.shards[index]
         return open_shard(path, info, self.manifest, self.store.at(info.name))
 
-    def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the number of real tokens of row `rows[i]` of shard number `shards[i]` for each i, int32 [B].
+    def reading(self, teacher: TeacherTokens | None) -> Self:
+        """Choose whether rows have a teacher's tokens, and return the set."""
+        self.teacher = teacher
+        return self
 
-        Args:
-            shards: see `rows`.
-            rows: see `rows`.
+    def settle(self) -> None:
+        super().settle()
+        if self.teacher is not None:
+            self.teacher.settle()
 
-        Raises:
-            ShardError: a shard is missing or damaged.
-            IndexError: there is no such shard or row.
-        """
-        self._check(shards, rows)
-        lengths = np.empty(len(shards), dtype=np.int32)
-        for index in np.unique(shards).tolist():
-            in_shard = shards == index
-            lengths[in_shard] = self.shard(index).lengths[rows[in_shard]]
-        return lengths
+    def close(self) -> None:
+        super().close()
+        if self.teacher is not None:
+            self.teacher.close()
+
+    def _lengths(self, shard: Shard) -> np.ndarray:
+        return shard.lengths
 
     def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         manifest, count = self.manifest, len(shards)
@@ -114,7 +121,8 @@ class ShardSet(OpenedSet[Shard]):
                 raise self._damaged(index, f"a token is outside the vocabulary of {manifest.vocabulary_size}")
         segment_ids, positions = _segments_of(marks, lengths)
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
-        return Rows(tokens, lengths, segment_ids, positions, ids, mask)
+        teacher = None if self.teacher is None else self.teacher.read(shards, rows)
+        return Rows(tokens, lengths, segment_ids, positions, ids, mask, teacher=teacher)
 
     def _mark(self, marks: np.ndarray, index: int, shard: Shard, in_shard: np.ndarray, requested: np.ndarray) -> None:
         """Set `marks` [B, L] where segments begin, for the rows `requested` of a shard at the indices `chosen`."""

@@ -20,14 +20,14 @@ from tidewheel.shards import growing
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import PARTS, Manifest, read_manifest
 from tidewheel.shards.mixture import Mixture, Phase, integer_weights, temperature_weights
-from tidewheel.shards.opened import OnDamage, Rows
+from tidewheel.shards.opened import OnDamage, Rows, TeacherRows
 from tidewheel.shards.order import Order, hash64
 from tidewheel.shards.pairs import open_set
 from tidewheel.shards.waves import WaveOrder
 
 LOCATED_AHEAD = 1024
 """Number of positions that a reader locates at once."""
-AGREE = ("kind", "sequence_length", "token_dtype", "vocabulary_size", "loss_mask")
+AGREE = ("kind", "sequence_length", "token_dtype", "vocabulary_size", "loss_mask", "margins")
 """Fields of the manifest that all domains must share, besides the tokenizer."""
 
 
@@ -67,9 +67,11 @@ class Source:
         mixture: the share of each domain; None for a single set.
         manifest: that of the first domain; sequence length, vocabulary and tokenizer are the same in all.
         reference: digest of the reference model whose log-probabilities are read with the rows; "": none.
+        teacher: digest of the teacher whose tokens are read with the rows; "": none.
     """
 
     reference: str = ""
+    teacher: str = ""
 
     def __init__(self, domains: Sequence[Domain], seed: int, mixture: Mixture | None = None) -> None:
         self.domains, self.mixture = tuple(domains), mixture
@@ -216,13 +218,15 @@ class SourceReader:
         on_damage: see `ShardSet.open`.
         parts: see `shards.pairs.open_set`.
         reference: see `shards.pairs.open_set`.
+        teacher: see `shards.pairs.open_set`.
     """
 
     def __init__(self, source: Source, cache: Path | None = None, *, verify: bool = False,
-                 on_damage: OnDamage | None = None, parts: int = PARTS, reference: str = "") -> None:
+                 on_damage: OnDamage | None = None, parts: int = PARTS, reference: str = "",
+                 teacher: str = "") -> None:
         self.source = source
         self._sets = [open_set(domain.uri, cache, verify=verify, on_damage=on_damage, manifest=domain.manifest,
-                               parts=parts, reference=reference) for domain in source.domains]
+                               parts=parts, reference=reference, teacher=teacher) for domain in source.domains]
         self._lock = threading.Lock()
         self._last: np.ndarray | None = None  # positions of the last call
         self._stride: np.ndarray | None = None  # difference to the positions of the call before
@@ -371,6 +375,11 @@ def _merged(parts: Sequence[Rows], order: np.ndarray) -> Rows:
         return None if getattr(parts[0], name) is None else joined(name)
 
     ids = [name for part in parts for name in part.ids]
+    of_teacher = [part.teacher for part in parts if part.teacher is not None]
+    teacher = None
+    if of_teacher:
+        teacher = TeacherRows(np.concatenate([rows.tokens for rows in of_teacher])[order],
+                              np.concatenate([rows.log_probabilities for rows in of_teacher])[order])
     return Rows(joined("tokens"), joined("lengths"), joined("segment_ids"), joined("positions"),
                 [ids[index] for index in order.tolist()], joined_if_read("loss_mask"), parts[0].parts,
-                joined_if_read("reference"))
+                joined_if_read("reference"), teacher, joined_if_read("margins"))

@@ -22,7 +22,7 @@ from tidewheel.models.documents import Documents
 from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
-from tidewheel.shards.manifest import Manifest
+from tidewheel.shards.manifest import PARTS, Manifest
 from tidewheel.shards.opened import Rows
 from tidewheel.shards.source import Source
 from tidewheel.time_limit import TimeLimit, result
@@ -31,6 +31,7 @@ from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.device_copies import DeviceCopies
 from tidewheel.train.length_groups import cut, longest, padded_length, similar_lengths
 from tidewheel.train.micro_batch_share import MicroBatchShare
+from tidewheel.train.objective import TopK
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
 from tidewheel.train.step import MicroBatch
@@ -161,6 +162,22 @@ def sequence_indices(share: MicroBatchShare, sequences: int, micro_sequences: in
 
 
 def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device) -> MicroBatch:
+    """Return rows as tensors on a device, with their targets. Mismatched parts of pairs are a batch of their own.
+
+    Args:
+        rows: see `joint_batch`, also for the others.
+        part: which of them.
+        virtual_rank: that they belong to.
+        device: the training device.
+    """
+    if rows.parts <= PARTS:
+        return joint_batch(rows, part, virtual_rank, device)
+    pairs = joint_batch(rows.only(slice(PARTS)), part, virtual_rank, device)
+    mismatched = joint_batch(rows.only(slice(PARTS, None)), part, virtual_rank, device)
+    return replace(pairs, num_tokens=pairs.num_tokens + mismatched.num_tokens, mismatched=mismatched)
+
+
+def joint_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device) -> MicroBatch:
     """Return rows as tensors on a device, with their targets.
 
     The parts of a row become neighbouring rows: [chosen 0, rejected 0, chosen 1, ...]. Each then has one document from
@@ -184,11 +201,17 @@ def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
         marked = torch.from_numpy(split(rows.loss_mask).astype(bool))
         targets[:, :-1] = torch.where(marked[:, 1:], targets[:, :-1], IGNORED)
     reference = None if rows.reference is None else torch.from_numpy(rows.reference[part]).to(device)
+    teacher = None
+    if rows.teacher is not None:
+        chosen = rows.teacher.cut(part)
+        teacher = TopK(torch.from_numpy(chosen.tokens.astype(np.int64)).to(device),
+                       torch.from_numpy(chosen.log_probabilities).to(device))
     return MicroBatch(
         tokens=tokens.to(device), positions=positions.to(device), segment_ids=segments.to(device),
         targets=targets.to(device), virtual_rank=virtual_rank, num_tokens=int(rows.lengths[part].sum()),
         num_targets=int((targets >= 0).sum()), documents=Documents.of(segment_ids).to(device), parts=rows.parts,
-        reference=reference)
+        reference=reference, teacher=teacher,
+        margins=None if rows.margins is None else torch.from_numpy(rows.margins[part]).to(device))
 
 
 class BatchDigest:

@@ -10,12 +10,14 @@ import pydantic
 from tidewheel.errors import CheckpointError, ConfigError, ShardError
 from tidewheel.models import families
 from tidewheel.parts import as_json, name_of
+from tidewheel.shards.columns import Head
 from tidewheel.shards.integrity import HASH_AT_START_BYTES, check_files
 from tidewheel.shards.manifest import PREFERENCES, Manifest, read_manifest
 from tidewheel.shards.opened import ROWS
 from tidewheel.shards.pairs import check_answers
-from tidewheel.shards.references import Column, Head
+from tidewheel.shards.references import Column
 from tidewheel.shards.source import Source, open_source
+from tidewheel.shards.teachers import head_of
 from tidewheel.storage import Store, store
 from tidewheel.train import objectives
 from tidewheel.train.answers import read_prompts
@@ -23,6 +25,7 @@ from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.positions import Positions
+from tidewheel.train.runtime import Described
 
 
 def parts(config: TrainConfig) -> None:
@@ -50,6 +53,8 @@ def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
     validation = {name: _validation(uri, manifest) for name, uri in config.data.validation_sets.items()}
     heads = columns(config, source, validation)
     source.reference = heads[0].reference if heads else ""
+    taught = teachers(config, source)
+    source.teacher = taught[0].reference if taught else ""
     return source, validation
 
 
@@ -71,6 +76,13 @@ def columns(config: TrainConfig, source: Source, validation: Mapping[str, Manife
         if folder:
             raise ConfigError(f"objective.kind {kind} uses no reference model", where="data.reference",
                               fix="leave it out")
+        return []
+    if config.base_is_reference and config.adapter is not None:
+        if not config.adapter.can_be_off:
+            raise ConfigError(f"the adapter {name_of(type(config.adapter))} moves positions, so its base cannot be the "
+                              f"reference of objective.kind {kind} while it is attached", where="data.reference",
+                              fix=f"make the base's log-probabilities once: tidewheel reference "
+                                  f"{config.model.init_from or 'MODEL'} --data SET --output FOLDER")
         return []
     if not folder:
         raise ConfigError(f"objective.kind {kind} compares with a reference model, but its log-probabilities are not "
@@ -94,6 +106,95 @@ def _answerable(config: TrainConfig, source: Source) -> None:
         raise ConfigError("the prompts are conversations, but the training set has no chat template",
                           where="evaluation.answers.prompts",
                           fix='give texts, {"prompt": "..."}, or train on a set of conversations')
+
+
+def teachers(config: TrainConfig, source: Source) -> list[Head]:
+    """Return the heads of the teacher's tokens of the training sets; [] for a live teacher.
+
+    Args:
+        config: the run's settings.
+        source: the training data.
+
+    Raises:
+        ConfigError: the objective needs a teacher and none is given, two are, it does not use the one that is given, or
+            the tokens are of another temperature or vocabulary.
+        ShardError: there are none for a set, or those of another set or teacher.
+    """
+    objective, folder = config.objective, config.data.teacher
+    kind = name_of(type(objective))
+    if not isinstance(objective, objectives.Distillation):
+        if folder:
+            raise ConfigError(f"objective.kind {kind} uses no teacher", where="data.teacher", fix="leave it out")
+        return []
+    if bool(folder) == bool(objective.teacher):
+        what = "a live teacher and a teacher's tokens are both given" if folder else "no teacher is given"
+        raise ConfigError(f"objective.kind {kind}: {what}", where="data.teacher, objective.teacher",
+                          fix="set objective.teacher to a run that computes beside the student, or data.teacher to the "
+                              "folder that `tidewheel teacher MODEL --data SET --output FOLDER` prints")
+    if not folder:
+        return []
+    heads = [head_of(folder, domain.uri, domain.manifest) for domain in source.domains]
+    vocabulary = config.model.vocabulary_size or source.manifest.vocabulary_size
+    for domain, head in zip(source.domains, heads):
+        if head.reference != heads[0].reference or head.top_k != heads[0].top_k:
+            raise ShardError(f"the tokens of {domain.uri} are of another teacher, or of another number, than those of "
+                             f"{source.domains[0].uri}", where=folder, fix="make them again with one teacher")
+        if head.temperature != objective.temperature:
+            raise ConfigError(f"the tokens of the teacher were made at temperature {head.temperature:g}, but "
+                              f"objective.temperature is {objective.temperature:g}", where=folder,
+                              fix=f"set objective.temperature={head.temperature:g}, or make them again: tidewheel "
+                                  f"teacher {head.model} --data {domain.uri} --output FOLDER --temperature "
+                                  f"{objective.temperature:g}")
+        if head.vocabulary_size != vocabulary:
+            raise ConfigError(f"the teacher {head.model} has a vocabulary of {head.vocabulary_size}, the student of "
+                              f"{vocabulary}", where=folder, fix="give a teacher with the student's vocabulary, or set "
+                                                                f"model.vocabulary_size={head.vocabulary_size}")
+    return heads
+
+
+def teacher(config: TrainConfig, described: Described, manifest: Manifest) -> None:
+    """Check that a live teacher fits the data and the layout.
+
+    Args:
+        config: the run's settings, whose objective has the teacher.
+        described: the teacher.
+        manifest: of the training set.
+
+    Raises:
+        ConfigError: it has another vocabulary or tokenizer, shorter sequences, or heads that the mesh cannot share.
+    """
+    where, model = "objective.teacher", families.of_shape(described.model)
+    vocabulary = config.model.vocabulary_size or manifest.vocabulary_size
+    if described.tokenizer and described.tokenizer != manifest.tokenizer["hash"]:
+        raise ConfigError(f"the teacher was trained with the tokenizer {described.tokenizer[:23]}, the training set "
+                          f"was made with {manifest.tokenizer['hash'][:23]}", where=where,
+                          fix="tokenize the data with the teacher's tokenizer, or give another teacher")
+    if described.vocabulary_size != vocabulary:
+        raise ConfigError(f"the teacher has a vocabulary of {described.vocabulary_size}, the student of {vocabulary}",
+                          where=where, fix="give a teacher with the vocabulary of the student, or set "
+                                           f"model.vocabulary_size={described.vocabulary_size}")
+    if manifest.sequence_length > model.max_sequence_length:
+        raise ConfigError(f"sequences of {manifest.sequence_length} tokens, but the teacher takes "
+                          f"{model.max_sequence_length}", where=where, fix="pack shorter sequences")
+    if (reason := legal.shape(config.parallel, model, vocabulary)) is not None:
+        raise ConfigError(f"of the teacher: {reason}", where=where, fix="change the layout, or use `tidewheel teacher`")
+
+
+def same_teacher(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+    """Check that a run goes on with the live teacher that it began with.
+
+    Args:
+        saved: URI and hash of the checkpoint's teacher; None: it had none.
+        now: the same of the teacher that was loaded.
+
+    Raises:
+        ConfigError: it is another teacher.
+    """
+    if (saved or {}).get("hash") != (now or {}).get("hash"):
+        names = ["no live teacher" if given is None else f"{given['from']} ({given['hash']})" for given in (saved, now)]
+        raise ConfigError(f"the run began with {names[0]}, but the teacher is now {names[1]}",
+                          where="objective.teacher", fix="give the teacher that the run began with, or start a new run "
+                                                         "with another run.id")
 
 
 def _validation(uri: str, manifest: Manifest) -> Manifest:
@@ -183,7 +284,7 @@ def _lasts(config: TrainConfig, source: Source) -> None:
 
 
 IDENTITY = ("model", "adapter", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head",
-            "reference")
+            "reference", "teacher")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """Properties of the shards that an error names when another shard set is given."""
 
@@ -198,7 +299,7 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
             "tokenizer": source.manifest.tokenizer.get("hash"),
             "code": {name: code.hash for name, code in config.own_parts().items()} or None,
             "head": name_of(type(config.objective)) if config.objective.HEAD else None,
-            "reference": source.reference or None}
+            "reference": source.reference or None, "teacher": source.teacher or None}
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:

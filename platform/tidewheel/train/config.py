@@ -49,6 +49,9 @@ class DataConfig(Config):
     reference: str = ""
     """Preference pairs: folder of their log-probabilities under a reference model, as `tidewheel reference` printed it.
     It holds those of the training and validation sets."""
+    teacher: str = ""
+    """Distillation: folder of a teacher's most likely tokens, as `tidewheel teacher` printed it, of the training
+    sets."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of sequences."""
     cache: str = ""
@@ -349,6 +352,11 @@ class TrainConfig(Config):
             raise ValueError("model.fused_products with precision fp8, which scales each matrix by itself; nearest "
                              "legal choice: fused_products false")
         return self
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the frozen base of an adapter is the reference model, and is computed beside the training."""
+        return self.objective.needs_reference and self.adapter is not None and not self.data.reference
 
     def own_parts(self) -> dict[str, Code]:
         """Return where the source of each part outside this package is, by the field that holds the part."""

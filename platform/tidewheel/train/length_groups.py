@@ -58,4 +58,6 @@ def cut(rows: Rows, part: slice, length: int) -> Rows:
 
     return Rows(shorter(rows.tokens), rows.lengths[part], shorter(rows.segment_ids), shorter(rows.positions),
                 rows.ids[part], None if rows.loss_mask is None else shorter(rows.loss_mask), rows.parts,
-                None if rows.reference is None else rows.reference[part])
+                None if rows.reference is None else rows.reference[part],
+                None if rows.teacher is None else rows.teacher.cut(part, length),
+                None if rows.margins is None else rows.margins[part])

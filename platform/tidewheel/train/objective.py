@@ -57,6 +57,16 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class TopK:
+    """A teacher's most likely tokens at each position of B rows of L tokens."""
+
+    tokens: torch.Tensor
+    """int64 [B, L, K]."""
+    log_probabilities: torch.Tensor
+    """fp32 [B, L, K + 1]: theirs, then that of all other tokens together."""
+
+
+@dataclass(frozen=True)
 class Sums:
     """The sums that an objective computes for a micro-batch.
 
@@ -96,6 +106,18 @@ class Objective(Part):
         """
         raise NotImplementedError
 
+    def first(self, outputs: Outputs, batch: MicroBatch) -> torch.Tensor:
+        """Return a scalar sum of a pass without gradients over `MicroBatch.mismatched`, before any that has some.
+
+        Its sum over the global batch, divided by that of `count`, is `MicroBatch.whole`. In validation, whose
+        micro-batches are computed one by one, it is that of the micro-batch. For objectives that look first.
+
+        Args:
+            outputs: the model's outputs for `batch.tokens`.
+            batch: the mismatched rows.
+        """
+        raise NotImplementedError
+
     def rewards(self, outputs: Outputs, batch: MicroBatch) -> torch.Tensor:
         """Return the reward of each row, fp32 [B]; for objectives whose `HEAD` is 1.
 
@@ -119,8 +141,18 @@ class Objective(Part):
         return 1
 
     @property
+    def looks_first(self) -> bool:
+        """Whether it needs a sum over the global batch before a gradient, see `first`."""
+        return False
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it needs log-probabilities under a reference model, `data.reference`."""
+        return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it compares with a teacher, `MicroBatch.teacher`."""
         return False
 
     @property

@@ -9,13 +9,15 @@ import torch
 from tidewheel.train import checks, parallel
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.optim.build import model_state
-from tidewheel.train.parallel import adapter_weights, initial_weights
+from tidewheel.train.parallel import adapter_weights, initial_weights, teacher
+from tidewheel.train.parallel.before import Teacher
 from tidewheel.train.parallel.building import HEAD_WEIGHT
 from tidewheel.train.parallel.caches import check_current
 from tidewheel.train.positions import Window
 from tidewheel.train.record import read_rollbacks
 from tidewheel.train.runtime import Loaded
 from tidewheel.train.saving import Saving
+from tidewheel.train.teacher_config import live_teacher
 from tidewheel.train.training import Training
 
 
@@ -41,6 +43,7 @@ class Resuming:
         training = self._training
         training.watch.mark(0, "load")
         self._set_base()
+        self._set_teacher()
         state = training.state()
         tensors = [tensor for group in state.values() for tensor in group.values()]
         check_current(tensors, training.model.mesh.mark)
@@ -53,6 +56,7 @@ class Resuming:
                 self._saving.save(0)
             return None
         checks.same_base(extra.get("base"), training.base, training.config)
+        checks.same_teacher(extra.get("teacher"), training.teacher)
         checks.continues(extra["identity"], training.config, training.source)
         checks.same_history(extra, training.positions, training.config)
         self.continue_from(extra)
@@ -109,14 +113,24 @@ class Resuming:
         missing = collectives.sum(torch.tensor([0.0 if fits else 1.0], dtype=torch.float64))
         return not collectives.to_host(missing).any()
 
+    def _set_teacher(self) -> None:
+        """Set the values of a live teacher, which the run's own checkpoints do not hold."""
+        training = self._training
+        before = training.model.before
+        if isinstance(before, Teacher):
+            loaded = teacher.load(before, live_teacher(training.config), training.runtime)
+            training.teacher = {"from": loaded.uri, "hash": loaded.hash}
+
     def _set_weights(self) -> None:
         """Set the initial values, or those of `model.init_from`. An objective's own head always starts anew."""
         training = self._training
         config = training.config
         if training.model.adapter is not None:
             adapter_weights.init_adapter(training.model, config.seed)
+            initial_weights.init_head(training.model, config.seed)
             if training.model.adapter.init_from:
-                values = {"model": training.state()["model"]}
+                state = training.state()["model"]
+                values = {"model": {name: value for name, value in state.items() if name != HEAD_WEIGHT}}
                 training.runtime.checkpoints.load_from(training.model.adapter.init_from, values)
                 training.model.refresh()
             return

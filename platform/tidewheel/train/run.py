@@ -95,7 +95,8 @@ def with_absolute_uris(config: TrainConfig) -> TrainConfig:
     validation = {name: absolute(uri) for name, uri in sets.items()} if isinstance(sets, dict) else absolute(sets)
     data = config.data.model_copy(update={"uri": absolute(config.data.uri), "validation": validation,
                                           "cache": absolute(config.data.cache),
-                                          "reference": absolute(config.data.reference)})
+                                          "reference": absolute(config.data.reference),
+                                          "teacher": absolute(config.data.teacher)})
     if data.mixture is not None:
         domains = {name: domain.model_copy(update={"shards": absolute(domain.shards)})
                    for name, domain in data.mixture.domains.items()}

@@ -57,6 +57,18 @@ class Loaded:
     """Of the model's tensors as they are stored."""
 
 
+@dataclass(frozen=True)
+class Described:
+    """The decoder in a checkpoint of another run."""
+
+    model: dict[str, Any]
+    """Its settings, `Model.shape()`."""
+    vocabulary_size: int
+    """Rows of its embedding."""
+    tokenizer: str
+    """Hash of its tokenizer's file; "" if it is not known."""
+
+
 class Checkpointer(Protocol):
     """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
 
@@ -68,6 +80,9 @@ class Checkpointer(Protocol):
 
     def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
         """Fill the tensors in place from a checkpoint of another run, and return which one it was."""
+
+    def describe(self, uri: str) -> Described:
+        """Return which decoder a checkpoint of another run holds; called by all ranks."""
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Start a save. The tensors may change after `settle`.
@@ -207,6 +222,9 @@ class NoCheckpoints(Checkpointer):
         return None
 
     def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+        raise NotImplementedError("reading another run's checkpoint takes a checkpoint.CheckpointManager")
+
+    def describe(self, uri: str) -> Described:
         raise NotImplementedError("reading another run's checkpoint takes a checkpoint.CheckpointManager")
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:

@@ -172,6 +172,7 @@ class Saving:
         training, progress = self._training, self._training.progress
         return {
             **({} if training.base is None else {"base": training.base}),
+            **({} if training.teacher is None else {"teacher": training.teacher}),
             "step": step, "position": training.positions.end(step), "tokens": progress.tokens,
             "loss": progress.loss, "guard": self._guard.state(),
             "validation_loss": progress.validation_loss if progress.validated == step else None,

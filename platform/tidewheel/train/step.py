@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
@@ -17,6 +17,9 @@ from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.parallel.expert_load import LayerLoad
 from tidewheel.train.precision import LossScale, Precision, precision_context
 from tidewheel.train.reproducible import norm as reproducible_norm
+
+if TYPE_CHECKING:
+    from tidewheel.train.objective import Outputs, TopK
 
 P = ParamSpec("P")
 Loads = Callable[[Sequence[float]], Mapping[int, LayerLoad]]
@@ -46,7 +49,7 @@ class MicroBatch:
     documents: Documents | None = None
     """Where documents begin, `Documents.of(segment_ids)`. None: the model finds them on the device and waits for it."""
     parts: int = 1
-    """Rows of each pair, in this order: chosen, rejected and, with 3, mismatched. 1: the set has no pairs."""
+    """Rows of each pair, in this order: chosen, rejected. 1: the set has no pairs."""
     reference: torch.Tensor | None = None
     """[B / parts, parts] fp32: log-probabilities of answers under the reference model (`shards.references`)."""
     sources: tuple[int, ...] = ()
@@ -55,6 +58,14 @@ class MicroBatch:
     """Positions with a target in each row, if losses are reported by source."""
     noise: EmbeddingNoise | None = None
     """Is added to the embeddings while training."""
+    margins: torch.Tensor | None = None
+    """[B / parts] fp32: by how much the chosen answers are better; None: the set has no margins."""
+    mismatched: MicroBatch | None = None
+    """Rows of each pair's prompt with the answer to another prompt, for `Objective.first`."""
+    whole: torch.Tensor | None = None
+    """What `Objective.first` has found over the global batch."""
+    teacher: TopK | Outputs | None = None
+    """What a teacher says of the rows: its most likely tokens (`shards.teachers`), or its outputs."""
 
 
 @dataclass(frozen=True)

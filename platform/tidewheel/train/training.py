@@ -23,7 +23,7 @@ from tidewheel.train.guards.hang import Watch
 from tidewheel.train.memory.host import keep_freed_memory
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
-from tidewheel.train.parallel import ParallelModel
+from tidewheel.train.parallel import ParallelModel, teacher
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale
 from tidewheel.train.record import RunRecord
@@ -54,6 +54,8 @@ class Training:
     progress: Progress
     base: dict[str, Any] | None = None
     """Of an adapter's run: URI, hash and vocabulary size of the frozen model, which checkpoints name."""
+    teacher: dict[str, Any] | None = None
+    """Of distillation from a live teacher: its URI and hash, which checkpoints name."""
 
     @classmethod
     def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: StorageWait) -> Training:
@@ -78,11 +80,12 @@ class Training:
         model = parallel.build(config, config.model.vocabulary_size or source.manifest.vocabulary_size, runtime)
         if config.metrics.loss_by_source:
             model.collect_row_losses()
+        model.before = teacher.build(config, model, source.manifest, runtime) or model.before
         positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length))
         cache = Path(config.data.cache) if config.data.cache else None
         reading = SourceReader(source, cache=cache, verify=config.data.verify,
                                on_damage=partial(read_again, runtime.control), parts=config.objective.parts,
-                               reference=config.data.reference)
+                               reference=config.data.reference, teacher=config.data.teacher)
         reader = BatchReader(Loader(reading, prefetch=0), config.batch, positions, model.share, device=device,
                              steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit,
                              one_shape=config.parallel.pipeline > 1, noise=noise_of(config),

@@ -137,7 +137,7 @@ class ReferenceKind(StepKind):
         made = make(ReferenceModel(task.needs["model"]), sets, task.place,
                     mismatched=task.entry["config"]["mismatched"],
                     on_progress=lambda done, total: report(f"{done:,}/{total:,} pairs"))
-        return {"hash": _columns_hash(task.place), "pairs": made.pairs}
+        return {"hash": _columns_hash(task.place), "pairs": made.rows}
 
     def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
         return _columns_hash(place) == artifact["hash"]

@@ -7,6 +7,7 @@ themselves, and the tools that the assistant may call, stay in the document's `m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 MESSAGES, TOOLS = "messages", "tools"
 """Fields of `meta` for the messages of a conversation, and for the tools of a conversation or pair."""
+MARGIN = "_margin"
+"""Field of `meta` for the margin of a pair."""
 _PAIR = ("prompt", "chosen", "rejected")
 _ALPACA = ("Below is an instruction that describes a task{more}. Write a response that appropriately completes the "
            "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:")
@@ -95,6 +98,8 @@ def _with_system(messages: list[Message], values: dict[str, Any], config: ReadCo
 
 def _preferences(values: dict[str, Any], config: ReadConfig) -> list[Message]:
     names = (config.prompt, config.chosen, config.rejected)
+    if config.margin:
+        values[MARGIN] = _margin(values.pop(config.margin, None), config.margin)
     prompt = _as_messages(values.pop(config.prompt, None), "user")
     given_chosen = _as_messages(values.pop(config.chosen, None), ASSISTANT)
     given_rejected = _as_messages(values.pop(config.rejected, None), ASSISTANT)
@@ -116,6 +121,12 @@ def _preferences(values: dict[str, Any], config: ReadConfig) -> list[Message]:
         raise UnusableError("no_preference", "chosen and rejected are the same")
     values |= dict(zip(_PAIR, (prompt, chosen, rejected), strict=True))
     return [*prompt, *chosen, *rejected]
+
+
+def _margin(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise UnusableError("invalid_margin", f"{name} is {value!r}, not a number"[:100])
+    return float(value)
 
 
 def _without_weights(messages: list[Message]) -> list[Message]:

@@ -55,7 +55,7 @@ def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list
     """
     step: PackStep = job.config.step("pack")
     more_settings = {"seed": job.config.seed, "max_tokens": ngrams.share(job.partitions),
-                     "kind": job.config.read.kind,
+                     "kind": job.config.read.kind, **({"margins": True} if job.config.read.margin else {}),
                      "settings": settings_of(job.config.step("tokenize")).canonical(),
                      "chat_template": job.chat_template,
                      # always in the keys of conversations: those without a learnt token have been dropped since then
@@ -176,7 +176,8 @@ def pack_part(task: Task) -> Published:
     if task.inputs["kind"] == "preferences":
         encoded = tokens.encode_pairs(documents, encoder, task.inputs["chat_template"],
                                       token_dtype=token_dtype(encoder),
-                                      sequence_length=task.inputs["sequence_length"])
+                                      sequence_length=task.inputs["sequence_length"],
+                                      margins=task.inputs.get("margins", False))
         sets = _pair_sets(task, encoded)
     else:
         encoded = tokens.encode(documents, encoder, task.inputs["chat_template"],
@@ -315,7 +316,7 @@ def _manifest(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
         evaluation_sets=tuple(evaluation_sets), documents=sum(unit.summary[name]["documents"] for unit in units),
         shards=tuple(_shards(name, units)), loss_mask=job.config.read.kind == "chat", waves=tuple(waves),
         kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED,
-        recipe=origin.settings_of(job.config), chat_template=job.chat_template)
+        recipe=origin.settings_of(job.config), chat_template=job.chat_template, margins=bool(job.config.read.margin))
 
 
 def _shards(name: str, units: Sequence[Published]) -> list[ShardInfo]:

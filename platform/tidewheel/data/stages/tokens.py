@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.data import verdicts
-from tidewheel.data.readers.conversations import MESSAGES, TOOLS, pair_of
+from tidewheel.data.readers.conversations import MARGIN, MESSAGES, TOOLS, pair_of
 from tidewheel.data.readers.messages import text_of
 from tidewheel.data.tokenize import chat, preferences
 from tidewheel.errors import InputError
@@ -114,7 +114,7 @@ def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplat
 
 
 def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *, sequence_length: int,
-                 token_dtype: str) -> PairRows:
+                 token_dtype: str, margins: bool = False) -> PairRows:
     """Tokenize preference pairs.
 
     Args:
@@ -123,11 +123,12 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
         template: chat template (`Job.chat_template`).
         sequence_length: maximum number of tokens of a sequence.
         token_dtype: type of the tokens.
+        margins: whether the pairs have margins.
 
     Raises:
         InputError: as in `encode`.
     """
-    rows = [preferences.preference_schema(token_dtype).empty_table()]
+    rows = [preferences.preference_schema(token_dtype, margins).empty_table()]
     text_bytes = 0
     dropped = _Dropped()
     for table in tables:
@@ -136,7 +137,8 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
         text_bytes += sum(len(text_of([*prompt, *answer]).encode()) for prompt, *answers in pairs for answer in answers)
         encoded = preferences.encode_pairs(encoder, template_of(template, encoder), table["id"].to_pylist(), pairs,
                                            [meta.get(TOOLS) for meta in metas], sequence_length=sequence_length,
-                                           token_dtype=token_dtype)
+                                           token_dtype=token_dtype,
+                                           margins=[meta[MARGIN] for meta in metas] if margins else None)
         dropped.take(table, encoded.dropped)
         rows.append(encoded.table)
     return PairRows(pa.concat_tables(rows), text_bytes, dropped.verdicts(), dropped.heads())

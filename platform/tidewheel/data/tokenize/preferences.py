@@ -30,7 +30,8 @@ class Pairs:
 
 
 def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], pairs: Sequence[Pair],
-                 tools: Sequence[Tools] | None = None, *, sequence_length: int, token_dtype: str) -> Pairs:
+                 tools: Sequence[Tools] | None = None, *, sequence_length: int, token_dtype: str,
+                 margins: Sequence[float] | None = None) -> Pairs:
     """Render and encode pairs (prompt, chosen, rejected).
 
     Each sequence is the whole conversation with one of the two answers, up to the end of the last turn. A pair with a
@@ -44,7 +45,9 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
         tools: tools of each pair; None if no pair has tools.
         sequence_length: maximum number of tokens of a sequence.
         token_dtype: "uint16" or "uint32".
+        margins: by how much the chosen answer of each pair is better; None: not known.
     """
+    schema = preference_schema(token_dtype, margins is not None)
     texts: list[str] = []
     prompts: list[int] = []
     kept: list[int] = []
@@ -59,7 +62,7 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
         prompts.append(prompt)
         kept.append(index)
     encoded = encode_rendered(encoder, template, texts)
-    rows: dict[str, list] = {name: [] for name in preference_schema(token_dtype).names}
+    rows: dict[str, list] = {name: [] for name in schema.names}
     for position, index in enumerate(kept):
         (chosen_ids, chosen_spans), (rejected_ids, rejected_spans) = encoded[2 * position : 2 * position + 2]
         longest = max(len(chosen_ids), len(rejected_ids))
@@ -75,7 +78,9 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
         rows["prompt_length"].append(shared)
         rows["chosen"].append(chosen_ids)
         rows["rejected"].append(rejected_ids)
-    return Pairs(pa.table(rows, schema=preference_schema(token_dtype)), dropped)
+        if margins is not None:
+            rows["margin"].append(margins[index])
+    return Pairs(pa.table(rows, schema=schema), dropped)
 
 
 def _texts(template: ChatTemplate, prompt: Messages, chosen: Messages, rejected: Messages, tools: Tools

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -68,7 +69,11 @@ def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
     One class for all modules of a kind, so that compiled code is shared between blocks.
     """
     class Adapted(kind):  # type: ignore[misc, valid-type]
+        adapter_is_off = False
+
         def forward(self, *inputs: Any) -> Any:
+            if self.adapter_is_off:
+                return super().forward(*inputs)
             return self.adapter(self, super().forward, *inputs)
 
     Adapted.__name__ = Adapted.__qualname__ = kind.__name__
@@ -85,6 +90,23 @@ def detach(module: nn.Module) -> None:
         return
     module.__class__ = type(module).__mro__[1]
     del module.adapter
+
+
+@contextlib.contextmanager
+def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Let a model compute as its base within the block. Only for adapters that change modules and nothing else.
+
+    Args:
+        parts: a decoder, or pipeline stages.
+    """
+    modules = [module for part in parts for _, module, _ in adapted(part)]
+    for module in modules:
+        module.adapter_is_off = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.adapter_is_off = False  # type: ignore[assignment]
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:

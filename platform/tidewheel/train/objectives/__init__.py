@@ -8,6 +8,7 @@ from typing import Annotated
 from tidewheel.parts import Chosen, Kind
 from tidewheel.train.objective import Objective
 from tidewheel.train.objectives.cpo import CPO as CPO
+from tidewheel.train.objectives.distillation import Distillation as Distillation
 from tidewheel.train.objectives.dpo import DPO as DPO
 from tidewheel.train.objectives.kto import KTO as KTO
 from tidewheel.train.objectives.next_token import NextToken as NextToken

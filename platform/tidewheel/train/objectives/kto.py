@@ -12,16 +12,19 @@ from tidewheel.train.preferences.objective import LOG_PROBABILITIES, REWARDS, Re
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
+    import torch
+
     from tidewheel.train.step import MicroBatch
 
 
 class KTO(ReferenceObjective):
     """KTO (https://arxiv.org/abs/2402.01306) of the two answers of each pair: the chosen one is desirable.
 
-    The loss of a pair is the mean over its two answers. The KL estimate is the mean log-ratio of mismatched answers,
-    clamped at 0, over the pairs of a micro-batch: no number of workers changes it, but `batch.micro_sequences` does. A
-    mismatched answer is that of the row before in the same shard, so its reference log-probability is part of the data.
-    TRL takes the answer before in the order of its data set, and the mean over the micro-batches of all ranks.
+    The loss of a pair is the mean over its two answers. The KL estimate is the mean log-ratio of mismatched answers
+    over the pairs of the global batch, clamped at 0. They are computed before any gradient, so neither the number of
+    workers nor `batch.micro_sequences` changes it. A mismatched answer is that of the row before in the same shard, so
+    its reference log-probability is part of the data. TRL takes the answer before in the order of its data set, and the
+    mean over one micro-batch of all ranks: with one micro-batch a rank both are the same.
     """
 
     VERSION = Version("objective_kto", uses=(LOG_PROBABILITIES,))
@@ -38,17 +41,27 @@ class KTO(ReferenceObjective):
     def parts(self) -> int:
         return WITH_MISMATCHED if self.loss == "kto" else PARTS
 
+    @property
+    def looks_first(self) -> bool:
+        return self.loss == "kto"
+
+    def first(self, outputs: Outputs, batch: MicroBatch) -> torch.Tensor:
+        from tidewheel.train.preferences.log_probabilities import answers
+
+        assert batch.reference is not None, "checked before training"
+        return (answers(outputs, batch, self.chunk_tokens).sums - batch.reference).sum()
+
     def sums(self, outputs: Outputs, batch: MicroBatch) -> Sums:
-        import torch
+        import torch.nn.functional as F
 
         from tidewheel.train.preferences.log_probabilities import answers
 
         assert batch.reference is not None, "checked before training"
-        ratios = answers(outputs, batch, self.chunk_tokens).sums - batch.reference[:, :batch.parts]
-        chosen, rejected = ratios[:, :2].unbind(dim=1)
-        kl = ratios.detach()[:, 2].mean().clamp(min=0) if self.loss == "kto" else ratios.new_zeros(())
-        desirable = 1 - torch.sigmoid(self.beta * (chosen - kl))
-        undesirable = 1 - torch.sigmoid(self.beta * (kl - rejected))
+        ratios = answers(outputs, batch, self.chunk_tokens).sums - batch.reference
+        chosen, rejected = ratios.unbind(dim=1)
+        kl = ratios.new_zeros(()) if batch.whole is None else batch.whole.clamp(min=0)
+        desirable = 1 - F.sigmoid(self.beta * (chosen - kl))
+        undesirable = 1 - F.sigmoid(self.beta * (kl - rejected))
         loss = (self.desirable_weight * desirable + self.undesirable_weight * undesirable).sum() / 2
         margins = self.beta * (chosen - rejected)
         return Sums(loss, {"rewards_chosen": self.beta * chosen.sum(), "rewards_rejected": self.beta * rejected.sum(),

@@ -30,7 +30,8 @@ class RewardModel(PairObjective):
     step_token: int | None = Field(default=None, ge=0)
     """Token id that ends a step of an answer, for a process head."""
     margin: float = 0.0
-    """Difference that the rewards are to have (Llama 2, https://arxiv.org/abs/2307.09288 equation 2)."""
+    """Difference that the rewards are to have (Llama 2, https://arxiv.org/abs/2307.09288 equation 2). Margins of the
+    pairs (`read.margin` of the pipeline) are added to it."""
     center: float = Field(default=0.0, ge=0)
     """Weight of the squared sum of the two rewards, which keeps rewards near 0 (https://arxiv.org/abs/2312.09244)."""
 
@@ -46,7 +47,8 @@ class RewardModel(PairObjective):
 
         rewards = self.rewards(outputs, batch).view(-1, batch.parts)
         chosen, rejected = rewards.unbind(dim=1)
-        losses = -F.logsigmoid(chosen - rejected - self.margin)
+        margins = self.margin if batch.margins is None else self.margin + batch.margins
+        losses = -F.logsigmoid(chosen - rejected - margins)
         if self.center:
             losses = losses + self.center * (chosen + rejected) ** 2
         return Sums(losses.sum(), {"rewards_chosen": chosen.sum(), "rewards_rejected": rejected.sum(),

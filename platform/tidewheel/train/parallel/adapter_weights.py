@@ -73,7 +73,8 @@ def init_adapter(model: ParallelModel, seed: int) -> None:
             return torch.full((len(rows), *shape[1:]), mean)
         return mean + normal_rows(name, shape, seed, rows, std)
 
-    for name, parameter in (*model.named_parameters(), *model.constants().items()):
+    trained = {name: parameter for name, parameter in model.named_parameters() if MARK in name}
+    for name, parameter in (*trained.items(), *model.constants().items()):
         fill(name, parameter, draw)
     for part in model.parts:
         for _, layer, added in adapted(part):

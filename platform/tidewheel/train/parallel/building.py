@@ -14,12 +14,15 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.adapting import attach
 from tidewheel.models.decoder import Decoder
 from tidewheel.train import fp8, memory
+from tidewheel.train.collectives import Collectives
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import async_tensor, expert, legal, tensor
 from tidewheel.train.parallel import context as context_parallel
+from tidewheel.train.parallel.base_reference import BaseReference
 from tidewheel.train.parallel.context import RowShare
 from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks
+from tidewheel.train.parallel.first_look import FirstLook
 from tidewheel.train.parallel.fully_shard import FullyShard
 from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
 from tidewheel.train.parallel.model import ParallelModel
@@ -36,20 +39,22 @@ KEEP_PARAMETERS = 100_000_000
 """Below this number of parameters, `data: auto` is zero2 and `reduce: auto` is step, which communicate least."""
 
 
-def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> ParallelModel:
+def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime, mesh: Mesh | None = None) -> ParallelModel:
     """Build this rank's part of the model with uninitialised parameters. All ranks must call it together.
 
     Args:
         config: of the run.
         vocabulary_size: rows of the embedding.
         runtime: this rank, the world size and the device.
+        mesh: build a frozen model beside the one that this mesh was built for.
 
     Raises:
         ConfigError: the layout does not fit the world size, the model or the device.
     """
     legal.check_world(config, runtime.world_size)
     parallel = config.parallel
-    mesh = Mesh.build(parallel, runtime)
+    frozen = mesh is not None
+    mesh = mesh or Mesh.build(parallel, runtime)
     device = torch.device(runtime.device)
     if parallel.async_tensor:
         async_tensor.check(mesh.group("tensor"), device, runtime.node)
@@ -61,25 +66,36 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     if config.adapter is not None:
         attach.check(whole, config.adapter)
     order = None
-    if config.reproducible:
+    if config.reproducible and not frozen:
         order = GradientOrder.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, num_parameters))
     windows = tuple(config.model.window(layer) for layer in range(config.model.num_layers))
     rows = RowShare(mesh.coordinate("context"), parallel.context, parallel, windows)
     if parallel.pipeline == 1:
-        data = parallelize(whole, config, mesh, device, num_parameters, order)
-        return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, num_parameters, order=order,
-                             objective=config.objective, rows=rows, adapter=config.adapter)
+        data = parallelize(whole, config, mesh, device, num_parameters, order, frozen=frozen)
+        return _complete(config, runtime, ParallelModel(
+            [whole], [data], mesh, config.model, vocabulary_size, num_parameters, order=order,
+            objective=config.objective, rows=rows, adapter=config.adapter))
     all_stages = stages(config.model.num_layers, parallel.pipeline, parallel.pipeline_schedule,
                         parallel.stages_per_rank)
     parts = [cut(copy.deepcopy(whole), stage) for stage in all_stages if stage.rank == mesh.coordinate("pipeline")]
-    parallelized = [parallelize(part, config, mesh, device, num_parameters, order) for part in parts]
-    if not all(data.named_parameters() for data in parallelized):
+    parallelized = [parallelize(part, config, mesh, device, num_parameters, order, frozen=frozen) for part in parts]
+    if not frozen and not all(data.named_parameters() for data in parallelized):
         raise ConfigError("a stage of the pipeline has no part of the adapter, so no gradient would pass it",
                           where="adapter.targets", fix="choose targets in every layer, or parallel.pipeline: 1")
     pipeline = Pipeline(parts, all_stages, parallel.pipeline_schedule, group=mesh.group("pipeline"), device=device,
                         sequence_parts=parallel.tensor, dtype=whole.weight.dtype, objective=config.objective)
-    return ParallelModel(parts, parallelized, mesh, config.model, vocabulary_size, num_parameters, pipeline, order,
-                         config.objective, rows, config.adapter)
+    return _complete(config, runtime, ParallelModel(
+        parts, parallelized, mesh, config.model, vocabulary_size, num_parameters, pipeline, order, config.objective,
+        rows, config.adapter))
+
+
+def _complete(config: TrainConfig, runtime: Runtime, model: ParallelModel) -> ParallelModel:
+    """Give a model the passes before those with gradients that its objective needs."""
+    if config.base_is_reference:  # of the adapter; the data have no other
+        model.before = BaseReference(model, config.objective)
+    if config.objective.looks_first:
+        model.before = FirstLook(model, config.objective, Collectives(runtime), model.before)
+    return model
 
 
 def decoder_of(config: TrainConfig, vocabulary_size: int) -> Decoder:
@@ -99,7 +115,7 @@ def decoder_of(config: TrainConfig, vocabulary_size: int) -> Decoder:
 
 
 def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,
-                order: GradientOrder | None = None) -> SingleProcess:
+                order: GradientOrder | None = None, *, frozen: bool = False) -> SingleProcess:
     """Apply parallelism, activation checkpointing and compilation to one part of the model, and allocate it.
 
     Args:
@@ -109,6 +125,7 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         device: that computes.
         num_parameters: of the whole model.
         order: of reproducible mode.
+        frozen: no parameter is trained, so none has a gradient to reduce.
 
     Returns:
         The data parallelism of the part.
@@ -124,11 +141,15 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         fp8.convert_linears(part, config.fp8, sharded=shards is not None, tensor=mesh.size("tensor"))
     if (ranks := mesh.of("tensor")) is not None:
         tensor.apply(part, ranks, asynchronous=parallel.async_tensor)
-    expert.apply(part, mesh, reproducible=order is not None)
+    expert.apply(part, mesh, reproducible=config.reproducible)
     if (ranks := mesh.of("context")) is not None:
         context_parallel.apply(part, ranks, parallel)
+    if frozen:
+        part.requires_grad_(False)
     if config.adapter is not None:
         attach.attach(part, config.adapter)
+        if config.objective.HEAD and part.output is not None:
+            part.output.weight.requires_grad_(True)  # a new head is trained in full, and saved with the adapter
     memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))
@@ -138,6 +159,8 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",
                           where="parallel.offload", fix="leave it out, or start more workers")
     part.to_empty(device=device)
+    if frozen:
+        return SingleProcess(part)
     group = mesh.of(*GRADIENTS)
     ordered: dict[str, Any] = {}
     if order is not None:
@@ -161,6 +184,7 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
         inner = mesh.of("shard", "context")
         assert inner is not None
         shards = inner  # `far` sums over replicas
+    if config.reproducible:
         # a single rank runs without FSDP2, which would round the weights of norms to 16 bits
         precision = dataclasses.replace(precision, param_dtype=None)
     if config.adapter is not None and config.adapter.base != "plain":

@@ -34,6 +34,7 @@ from tidewheel.models.documents import Documents
 from tidewheel.models.loss import product_dtype
 from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.models.recomputed_attention import RecomputedAttention, flex_attend
+from tidewheel.train.objective import TopK
 from tidewheel.train.parallel import partition
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.head_exchange import HeadExchange
@@ -89,11 +90,15 @@ class RowShare:
             return micro
         documents = self.divide(micro)
         own = documents.places[self.rank]
-        noise = micro.noise
+        noise, teacher = micro.noise, micro.teacher
         if noise is not None:
             noise = EmbeddingNoise(noise.keys.gather(1, own), noise.scales.gather(1, own))
+        if isinstance(teacher, TopK):
+            teacher = TopK(torch.take_along_dim(teacher.tokens, own[..., None], dim=1),
+                           torch.take_along_dim(teacher.log_probabilities, own[..., None], dim=1))
         return dataclasses.replace(micro, tokens=micro.tokens.gather(1, own), positions=micro.positions.gather(1, own),
-                                   targets=micro.targets.gather(1, own), documents=documents, noise=noise)
+                                   targets=micro.targets.gather(1, own), documents=documents, noise=noise,
+                                   teacher=teacher)
 
     def divide(self, micro: MicroBatch) -> SharedDocuments:
         """Return which positions of a micro-batch each rank computes.

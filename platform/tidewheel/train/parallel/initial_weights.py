@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tidewheel.models.adapter import MARK
 from tidewheel.models.initial_values import init_rows
 from tidewheel.train.parallel import adapter_weights
 from tidewheel.train.parallel.initial_parts import Draw, fill
@@ -19,6 +20,7 @@ def init_weights(model: ParallelModel, seed: int) -> None:
     if model.adapter is not None:
         init_base(model, seed)
         adapter_weights.init_adapter(model, seed)
+        init_head(model, seed)
         return
     for name, parameter in model.named_parameters():
         fill(name, parameter, _draw(model, seed))
@@ -30,6 +32,15 @@ def init_weights(model: ParallelModel, seed: int) -> None:
 def init_base(model: ParallelModel, seed: int) -> None:
     """Initialise the frozen base of an adapter alone."""
     adapter_weights.init_base(model, _draw(model, seed))
+
+
+@torch.no_grad()
+def init_head(model: ParallelModel, seed: int) -> None:
+    """Initialise an objective's head, which is trained beside an adapter."""
+    for name, parameter in model.named_parameters():
+        if MARK not in name:
+            fill(name, parameter, _draw(model, seed))
+    model.refresh()
 
 
 def _draw(model: ParallelModel, seed: int) -> Draw:

@@ -18,7 +18,8 @@ from tidewheel.models.family import Model
 from tidewheel.models.row_losses import RowLosses
 from tidewheel.train import objectives
 from tidewheel.train.micro_batch_share import MicroBatchShare
-from tidewheel.train.objective import Objective
+from tidewheel.train.objective import Bound, Objective
+from tidewheel.train.parallel.before import Before
 from tidewheel.train.parallel.context import RowShare
 from tidewheel.train.parallel.data_parallel import SingleProcess
 from tidewheel.train.parallel.expert_load import ExpertLoad
@@ -45,6 +46,9 @@ class ParallelModel:
         objective: default: next-token cross-entropy.
         adapter: whose parameters alone are trained; None: all are.
         rows: the part of each row that this rank computes; default: all of it.
+
+    Attributes:
+        before: completes each micro-batch before it is computed; None: nothing is missing.
     """
 
     def __init__(self, parts: Sequence[nn.Module], data: Sequence[SingleProcess], mesh: Mesh, config: Model,
@@ -58,6 +62,7 @@ class ParallelModel:
         self.share = MicroBatchShare(mesh.data_rank, mesh.data_size) if order is None else order.share
         self._rows = rows
         self._row_losses: list[torch.Tensor] = []
+        self.before: Before | None = None
         self.parts = list(parts)
         self.data = list(data)
         self.mesh = mesh
@@ -122,7 +127,10 @@ class ParallelModel:
         """
         micro_batches = [self._share(micro) for micro in micro_batches]
         self.experts.begin(scale)
+        if self.before is not None:
+            self.before.begin(micro_batches, context, whole=True)
         if self.pipeline is not None:
+            micro_batches = [self._completed(micro, context) for micro in micro_batches]
             losses = self.pipeline.forward_backward(micro_batches, context, scale, self.data)
         else:
             losses = self._sequentially(micro_batches, context, scale)
@@ -130,6 +138,8 @@ class ParallelModel:
             data.finish()
         if self.pipeline is not None:
             self.pipeline.finish()
+        if self.before is not None:
+            self.before.finish()
         return self._reported(losses)
 
     def collect_row_losses(self) -> None:
@@ -158,7 +168,8 @@ class ParallelModel:
         (part,), (data,) = self.parts, self.data
         losses = []
         self._row_losses.clear()
-        for index, micro in enumerate(micro_batches):
+        for index, given in enumerate(micro_batches):
+            micro = self._completed(given, context)
             data.begin(index, len(micro_batches))
             with context:
                 sums = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
@@ -180,17 +191,33 @@ class ParallelModel:
         compute the same values. Call `reshard` after the last micro-batch.
         """
         micro = self._share(micro)
-        objective = self.objective.bound(micro) if self.objective.parts > 1 else None
-        with context or nullcontext():
+        objective, context = None, context or nullcontext()
+        if self.objective.parts > 1:
+            if self.before is not None:
+                self.before.begin([micro], context, whole=False)
+            objective = self.objective.bound(self._completed(micro, context))
+        last = self.forward(micro, context, objective)
+        width = () if objective is None else (1 + len(self.objective.METRICS),)
+        return self._reported(torch.zeros(width, device=micro.tokens.device) if last is None else last)
+
+    @torch.no_grad()
+    def forward(self, micro: MicroBatch, context: AbstractContextManager[None],
+                objective: Bound | None = None) -> torch.Tensor | None:
+        """Return what an objective computes from a micro-batch's outputs, without a gradient.
+
+        With a pipeline it is None on ranks without the last stage. Call `reshard` after the last micro-batch.
+
+        Args:
+            micro: this rank's part of the rows.
+            context: entered around the forward pass.
+            objective: default: the decoder's cross-entropy.
+        """
+        inputs = (micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+        with context:
             if self.pipeline is None:
-                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets, objective,
-                                     micro.documents)
-            else:
-                last = self.pipeline.forward(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
-                                             micro.documents, objective)
-                width = () if objective is None else (1 + len(self.objective.METRICS),)
-                loss = torch.zeros(width, device=micro.tokens.device) if last is None else last
-        return self._reported(loss)
+                result: torch.Tensor = self.parts[0](*inputs, objective, micro.documents)
+                return result
+            return self.pipeline.forward(*inputs, micro.documents, objective)
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
@@ -207,6 +234,10 @@ class ParallelModel:
         segment_ids = F.pad(segment_ids, padding, value=-1)
         model = self.parts[0] if self.pipeline is None else self.pipeline.logits
         return model(tokens, positions, segment_ids)[:, :length]
+
+    def _completed(self, micro: MicroBatch, context: AbstractContextManager[None]) -> MicroBatch:
+        """Return a micro-batch with what the objective needs beside it."""
+        return micro if self.before is None else self.before.of(micro, context)
 
     def _share(self, micro: MicroBatch) -> MicroBatch:
         """Return the part of a micro-batch that this rank computes."""

@@ -84,7 +84,7 @@ class ColumnProducts(Products):
                 return layer.product(x) if bias is None else layer.product(x) + bias.to(x.dtype)
             return F.linear(x, local(layer.weight), _local_bias(layer))
 
-        adapter: Any = getattr(layer, "adapter", None)
+        adapter: Any = None if getattr(layer, "adapter_is_off", False) else getattr(layer, "adapter", None)
         return base(x) if adapter is None else adapter(layer, base, x)
 
 

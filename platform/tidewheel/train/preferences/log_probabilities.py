@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from tidewheel.models.decoder import next_tokens
 from tidewheel.models.loss import IGNORED
+from tidewheel.train.chunks import chunked, with_target
 from tidewheel.train.objective import Outputs
-from tidewheel.train.step import MicroBatch
+
+if TYPE_CHECKING:
+    from tidewheel.train.step import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def token_log_probabilities(outputs: Outputs, targets: torch.Tensor, chunk_token
     rows, length = targets.shape
     if isinstance(outputs.hidden, DTensor) or outputs.hidden.shape[1] != length:
         size = max(1, chunk_tokens // length) if chunk_tokens else rows
-        parts = _chunked(lambda x, of: _log_probabilities(outputs.make_logits(x), of), outputs.hidden, targets, size)
+        parts = chunked(lambda x, of: _log_probabilities(outputs.make_logits(x), of), size, outputs.hidden, targets)
         return torch.cat(parts)
     flat = targets.flatten()
     hidden = outputs.hidden.flatten(0, 1)
@@ -90,20 +92,10 @@ def token_log_probabilities(outputs: Outputs, targets: torch.Tensor, chunk_token
         return _log_probabilities(outputs.make_logits(x[None])[0], of)
 
     if known is None:
-        return torch.cat(_chunked(of_tokens, hidden, flat, size)).view(rows, length)
-    # a stable sort has the positions with a target first, in order; `nonzero` would make the host wait for a GPU
-    index = (flat == IGNORED).to(torch.uint8).argsort(stable=True)[:known]
-    values = torch.cat(_chunked(of_tokens, hidden[index], flat[index], size))
+        return torch.cat(chunked(of_tokens, size, hidden, flat)).view(rows, length)
+    index = with_target(flat, known)
+    values = torch.cat(chunked(of_tokens, size, hidden[index], flat[index]))
     return torch.zeros(len(flat), device=values.device).index_copy(0, index, values).view(rows, length)
-
-
-def _chunked(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, targets: torch.Tensor,
-             size: int) -> list[torch.Tensor]:
-    """Return `function` of each chunk of `size` rows; with several, the backward pass computes each again."""
-    if len(x) <= size:
-        return [function(x, targets)]
-    return [checkpoint(function, part, of, use_reentrant=False, preserve_rng_state=False)
-            for part, of in zip(x.split(size), targets.split(size))]
 
 
 def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -127,3 +127,22 @@ def test_columns_give_the_same_documents_as_json(tmp_path, ending):
              for item in found] for found in read_as] == [[
         ("a", "ask\n\ntell", [USER, BOT]),
         ("b", "ask\n\ntell", [{**USER, "name": "me"}, {**BOT, "weight": 1}]), "no_assistant_turn"]] * 2
+
+
+@pytest.mark.parametrize(("given", "expected"), [(2, 2.0), (0.5, 0.5), (-1, -1.0), (None, None), ("2", None),
+                                                 (True, None), (float("inf"), None)])
+def test_a_pair_has_the_margin_of_its_field(tmp_path, given, expected):
+    config = ReadConfig(paths=("*",), kind="preferences", margin="score_difference")
+    result = read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c", "score_difference": given}, config)
+    if expected is None:
+        assert (type(result), result.reason) == (Bad, "invalid_margin")
+        return
+    meta = json.loads(result.meta)
+    assert meta["_margin"] == expected
+    assert "score_difference" not in meta
+    assert pair_of(meta)[1] == [{"role": "assistant", "content": "b"}]
+
+
+def test_margins_are_of_pairs():
+    with pytest.raises(ConfigError, match="records of kind chat have none"):
+        build(ReadConfig, {"paths": ["*"], "kind": "chat", "margin": "m"})

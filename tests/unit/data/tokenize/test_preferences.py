@@ -15,6 +15,7 @@ from tidewheel.data.tokenize.tokenizer import train_bpe
 from tidewheel.errors import ShardError
 from tidewheel.shards.format import preference_schema, write_shard
 from tidewheel.shards.manifest import Manifest, write_manifest
+from tidewheel.shards.pairs import open_set
 from tidewheel.shards.preferences import read_pairs
 from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.tokenizer import Encoder, load
@@ -49,6 +50,24 @@ def test_rows_contain_both_conversations(encoder, source):
         for name, answer in (("chosen", chosen), ("rejected", rejected)):
             text = decode(row[name][begin:], skip_special_tokens=False)
             assert text == answer[0]["content"] + "<|im_end|>"
+
+
+def test_margins_stay_with_their_pairs(encoder, tmp_path):
+    pairs = [pair(0), pair(1, words=400), pair(2)]
+    encoded = encode_pairs(encoder, template(encoder, CHATML), list("abc"), pairs, sequence_length=60,
+                         token_dtype="uint16", margins=[0.5, 1.5, 2.5])
+    assert encoded.table.schema == preference_schema("uint16", margins=True)
+    assert encoded.table["margin"].to_pylist() == [0.5, 2.5]
+    write_set(tmp_path, encoder, encoded.table, margins=True, sequence_length=60)
+    assert verify(str(tmp_path)) == []
+    assert inspect(str(tmp_path), row=1)["margin"] == 2.5
+    rows = open_set(str(tmp_path)).rows(np.array([0, 0]), np.array([1, 0]))
+    assert rows.margins is not None
+    assert rows.margins.tolist() == [2.5, 0.5]
+    write_set(tmp_path, encoder, encoded.table, sequence_length=60)
+    opened = open_set(str(tmp_path))
+    with pytest.raises(ShardError, match="columns or rows are not those of its manifest"):
+        opened.rows(np.array([0]), np.array([0]))
 
 
 def test_long_and_refused_pairs_are_dropped_with_a_reason(encoder):

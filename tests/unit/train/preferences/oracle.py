@@ -45,6 +45,8 @@ class Row:
     trl: dict[str, Any]
     family: str = "dpo"
     pairs: tuple[str, list[Pair]] = ("ragged", RAGGED)
+    margins: tuple[float, ...] = ()
+    """Of the pairs, for a reward model."""
     metrics: dict[str, str] = field(default_factory=lambda: {
         "rewards_chosen": "rewards/chosen", "rewards_rejected": "rewards/rejected", "margins": "rewards/margins",
         "accuracies": "rewards/accuracies"})
@@ -52,7 +54,8 @@ class Row:
     @property
     def name(self) -> str:
         """Return the loss and its settings, for people."""
-        return " ".join([self.kind, *(f"{key}={value}" for key, value in self.settings.items())])
+        margins = ["margins of pairs"] if self.margins else []
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in self.settings.items()), *margins])
 
 
 def _dpo(loss: str, trl: dict[str, Any] | None = None, **settings: Any) -> Row:
@@ -88,6 +91,8 @@ TABLE = [
     Row("reward_model", {}, {}, "reward", metrics={"margins": "margin", "accuracies": "accuracy"}),
     Row("reward_model", {"margin": 0.3, "center": 0.01}, {"center_rewards_coefficient": 0.01}, "reward",
         metrics={"margins": "margin", "accuracies": "accuracy"}),
+    Row("reward_model", {}, {}, "reward", margins=(0.1, -0.5, 1.0, 2.5),
+        metrics={"margins": "margin", "accuracies": "accuracy"}),
 ]
 
 
@@ -119,7 +124,9 @@ def compare(row: Row) -> Compared:
     seed = int(row.family == "kto")  # so that KTO's KL estimate is positive, and not clamped
     model = _model(seed, row.family == "reward")
     reference = _model(1 - seed, False)
-    batch = _rows(objective, row.pairs[1], reference)
+    batch = _rows(objective, row.pairs[1], model, reference)
+    if row.margins:
+        batch = replace(batch, margins=torch.tensor(row.margins))
     theirs, metrics = _TRL[row.family](row, model, reference, batch)
     their_gradient = _gradient(model, theirs)
     ours = objective.sums(_outputs(model, batch), batch)
@@ -167,7 +174,7 @@ def _outputs(model: Any, batch: MicroBatch) -> Outputs:
     return Outputs(hidden, model.score if hasattr(model, "score") else model.lm_head)
 
 
-def _rows(objective: Objective, pairs: list[Pair], reference: Any) -> MicroBatch:
+def _rows(objective: Objective, pairs: list[Pair], model: Any, reference: Any) -> MicroBatch:
     """Return pairs as training reads them, with the reference's log-probabilities if the objective needs them."""
     from tidewheel.train.preferences.log_probabilities import answers
 
@@ -179,7 +186,13 @@ def _rows(objective: Objective, pairs: list[Pair], reference: Any) -> MicroBatch
     if not objective.needs_reference:
         return batch
     with torch.no_grad():
-        return replace(batch, reference=answers(_outputs(reference, batch), batch, 0).sums)
+        batch = replace(batch, reference=answers(_outputs(reference, batch), batch, 0).sums)
+        if batch.mismatched is None:
+            return batch
+        other = batch.mismatched
+        other = replace(other, reference=answers(_outputs(reference, other), other, 0).sums)
+        whole = objective.first(_outputs(model, other), other) / objective.count(batch)
+        return replace(batch, mismatched=other, whole=whole)
 
 
 def _fields(batch: MicroBatch, parts: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -246,8 +259,9 @@ def _trl_kto(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tuple[t
 
     trainer, _ = _trainer(KTOTrainer, KTOConfig, row, unpaired, {"beta": BETA}, model=model, ref_model=reference)
     fields: dict[str, Any] = {**_fields(batch, (0, 1)), "label": torch.arange(8) < 4}
-    if batch.parts == 3:
-        fields |= {f"KL_{name}": torch.cat((rows, rows)) for name, rows in _fields(batch, (2,)).items()}
+    if batch.mismatched is not None:
+        mismatched = _fields(batch.mismatched, (0,))
+        fields |= {f"KL_{name}": torch.cat((rows, rows)) for name, rows in mismatched.items()}
     return _finish(trainer, model, fields)
 
 
@@ -259,6 +273,8 @@ def _trl_reward(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tupl
     del fields["completion_mask"]
     if row.settings.get("margin"):
         fields["margin"] = torch.full((4,), row.settings["margin"])
+    if batch.margins is not None:
+        fields["margin"] = batch.margins
     return _finish(trainer, model, fields)
 
 

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.train.columns import contents, kill_at_write
 from tests.unit.train.helpers import config, write_shards
 from tests.unit.train.preferences.pairs import pair_config, random_pairs, write_pairs
-from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
+from tidewheel.checkpoint.models import describe
 from tidewheel.cli import run_command
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError, ShardError, TidewheelError
-from tidewheel.inference.reference import Made, ReferenceModel, make
+from tidewheel.inference.columns import Made
+from tidewheel.inference.reference import ReferenceModel, make
 from tidewheel.inference.writer import Writer
 from tidewheel.shards.pairs import open_set
 from tidewheel.shards.verify import verify
@@ -42,10 +44,6 @@ def made(folder: Path) -> Made:
                 str(folder / "references"), mismatched=True)
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-
-
 def test_values_are_those_of_the_model(folder: Path, made: Made):
     writer = Writer.open(str(folder / "runs/base"))
     rows = open_set(str(folder / "pairs"), parts=3, reference=made.uri).rows(np.array([1, 0]), np.array([4, 0]))
@@ -67,22 +65,14 @@ def test_a_killed_run_computes_only_what_is_missing(folder: Path, made: Made, mo
     before = contents(Path(made.uri))
     assert make(model, sets, str(folder / "references"), mismatched=True) == Made(made.uri, 25, 0)
     again = folder / "again"
-    real, calls = storage.Store.write, []
-
-    def killed_at_the_second(self: storage.Store, key: str, data: bytes) -> storage.Stamp:
-        calls.append(key)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(self, key, data)
-
-    monkeypatch.setattr(storage.Store, "write", killed_at_the_second)
+    kill_at_write(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         make(model, sets, str(again), mismatched=True)
     monkeypatch.undo()
     [first] = again.rglob("*.f32")
     changed = first.stat().st_mtime_ns
     result = make(model, sets, str(again), mismatched=True)
-    assert (result.pairs, result.computed) == (25, 25 - 7), "the first of three shards, with 7 pairs, was there"
+    assert (result.rows, result.computed) == (25, 25 - 7), "the first of three shards, with 7 pairs, was there"
     assert first.stat().st_mtime_ns == changed
     assert contents(Path(result.uri)) == before
 
@@ -174,7 +164,7 @@ def test_a_reward_model_is_no_decoder(folder: Path):
     assert fit_local(settings).sample == ""
     run = str(folder / "runs/reward")
     assert run_command(["evaluate", run]) == 0
-    for use in (lambda: Writer.open(run), lambda: ReferenceModel(run),
+    for use in (lambda: Writer.open(run), lambda: ReferenceModel(run), lambda: describe(run),
                 lambda: fit_local(config(folder, "late", f"model.init_from={run}", "steps=1"))):
         with pytest.raises(TidewheelError, match="a decoder is expected"):
             use()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,15 +70,19 @@ def train(config: TrainConfig, objective: dict[str, Any], folder: str, world_siz
 
 DPO, ORPO = {"kind": "dpo", "chunk_tokens": 7}, {"kind": "orpo", "chunk_tokens": 16}
 KTO, REWARD = {"kind": "kto"}, {"kind": "reward_model", "center": 0.01}
-LAYOUTS = [(DPO, {"tensor": 2}), (ORPO, {"tensor": 2}), (DPO, {"pipeline": 2}), (REWARD, {"pipeline": 2}),
-           (DPO, {"data": "zero3"}), (KTO, {"data": "ddp"}), (REWARD, {"data": "zero3"}), (REWARD, {"data": "zero1"})]
+LORA = {"adapter": {"kind": "lora", "rank": 2}, "optimizer": {"learning_rate": 0.03}}
+"""The base is the reference, and a reward model's head is trained beside the adapter."""
+LAYOUTS = [(DPO, {"tensor": 2}, {}), (ORPO, {"tensor": 2}, {}), (DPO, {"pipeline": 2}, {}),
+           (REWARD, {"pipeline": 2}, {}), (DPO, {"data": "zero3"}, {}), (KTO, {"data": "ddp"}, {}),
+           (REWARD, {"data": "zero3"}, {}), (REWARD, {"data": "zero1"}, {}), (DPO, {"tensor": 2}, LORA),
+           (KTO, {"pipeline": 2}, LORA), (DPO, {"data": "zero3"}, LORA), (REWARD, {"data": "zero3"}, LORA)]
 
 
 def every_layout(folder: str) -> None:
-    for objective, layout in LAYOUTS:
-        model, found, _ = train(settings(layout, objective), objective, folder, 2)
-        alone, expected, _ = train(settings({}, objective), objective, folder, 1)
-        where = f"{objective['kind']} with {layout}"
+    for objective, layout, changes in LAYOUTS:
+        model, found, _ = train(settings(layout, objective, **changes), objective, folder, 2)
+        alone, expected, _ = train(settings({}, objective, **changes), objective, folder, 1)
+        where = f"{objective['kind']} with {layout} {changes}"
         for ours, theirs in zip(found, expected):
             assert abs(ours.loss / theirs.loss - 1) < 1e-5, where
             assert abs(ours.gradient_norm / theirs.gradient_norm - 1) < 1e-4, where
@@ -125,17 +130,38 @@ def test_every_number_of_ranks_has_the_same_bits(tmp_path: Path):
     assert results[0]["dpo"] != results[0]["kto"]
 
 
+def test_ktos_estimate_is_over_the_global_batch(tmp_path: Path):
+    write_pairs(tmp_path, random_pairs(PAIRS * STEPS), shards=1)
+    rows = read(str(tmp_path), KTO, 0)
+    found = []
+    for size in (1, 2, 8):
+        model = parallel.build(settings({}, KTO), VOCABULARY, Runtime())
+        parallel.init_weights(model, seed=3)
+        micros = [micro_batch(rows, slice(first, first + size), 0, torch.device("cpu"))
+                  for first in range(0, PAIRS, size)]
+        micros = [replace(micro, mismatched=replace(micro.mismatched, reference=micro.mismatched.reference - 40))
+                  for micro in micros if micro.mismatched is not None and micro.mismatched.reference is not None]
+        found.append(model.forward_backward(micros, nullcontext()).sum(dim=0))
+    kl = found[0][1 + list(KIND.find("kto").METRICS).index("kl")].item() / PAIRS
+    assert kl > 0, "so that it is not clamped"
+    assert torch.allclose(found[0], found[1], rtol=1e-5)
+    assert torch.allclose(found[0], found[2], rtol=1e-5)
+
+
 def test_terms_are_pairs_and_their_rows_are_neighbours(tmp_path: Path):
     write_pairs(tmp_path, pairs := random_pairs(PAIRS), shards=1)
     rows = read(str(tmp_path), KTO, 0)
     micro = micro_batch(rows, slice(2, 4), 0, torch.device("cpu"))
     prompt, chosen, rejected = pairs[2]
     texts = [row[mask].tolist() for row, mask in zip(micro.tokens, micro.segment_ids >= 0)]
-    assert texts[:3] == [prompt + chosen, prompt + rejected, (prompt + pairs[1][1])[:16]]
+    assert texts[:2] == [prompt + chosen, prompt + rejected]
+    assert micro.mismatched is not None
+    other = micro.mismatched.tokens[0][micro.mismatched.segment_ids[0] >= 0].tolist()
+    assert other == (prompt + pairs[1][1])[:16]
     answers = [row[row >= 0].tolist() for row in micro.targets]
     assert answers[:2] == [chosen, rejected]
     assert KIND.build("kto").count(micro) == 2
-    assert micro.num_tokens == sum(map(len, texts))
+    assert micro.num_tokens == sum(map(len, texts)) + int((micro.mismatched.segment_ids >= 0).sum())
     assert micro.documents is not None
     assert micro.documents.whole_rows, "so that causal attention needs no mask"
 
