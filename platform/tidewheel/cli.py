@@ -24,15 +24,18 @@ from tidewheel.commands import (
     checkpoint,
     cluster,
     data,
+    evaluate,
     generate,
     judge,
     k8s,
+    lm_eval,
     logs,
     plan,
     reference,
     score,
     shards,
     teacher,
+    win_rate,
     workflow,
 )
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
@@ -43,7 +46,6 @@ from tidewheel.stopping import SIGNALS, Stopped, stopping
 
 if TYPE_CHECKING:
     from tidewheel.elastic.torchrun import Place
-    from tidewheel.inference.evaluate import Evaluator
     from tidewheel.train.config import TrainConfig
     from tidewheel.train.record import TrainResult
 
@@ -60,11 +62,14 @@ for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.clu
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)
+app.command(evaluate.evaluate)
 app.command(generate.generate)
 app.command(judge.judge)
+app.command(lm_eval.lm_eval)
 app.command(reference.reference)
 app.command(score.score)
 app.command(teacher.teacher)
+app.command(win_rate.win_rate)
 
 
 @app.command
@@ -195,71 +200,6 @@ def report(
         raise ConfigError("neither a run (run.json) nor a pipeline's output (summary.json)", where=uri,
                           fix="give the URI of --set run.uri=... or of --output")
     return 0
-
-
-@app.command
-def evaluate(
-    source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
-                                          "RUN/checkpoints/step_00000100.")],
-    *,
-    data: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Validation set: URI or "
-                                                "name=URI; may be repeated. Default: the run's own.")] = None,
-    sequences: Annotated[int | None, Parameter(help="Number of sequences to read of each set; 0: all.")] = None,
-    positions: Annotated[str, Parameter(help="Show the loss by the position in a document instead: the ends of the "
-                                             "ranges, 1024,2048,4096.")] = "",
-    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; default: the first GPU, or else cpu.")] = "",
-    as_json: AsJson = False,
-) -> int:
-    """Show loss, perplexity and bits per byte of a checkpoint, from any number of workers and any layout.
-
-    On preference pairs, show the loss and the metrics of the run's objective.
-    """
-    from tidewheel.inference.evaluate import Evaluator
-
-    evaluator = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device)
-    if positions:
-        return _by_position(evaluator, source, positions, as_json)
-    evaluation = evaluator.evaluate(source)
-    rows = [{"set": name or "validation", **score.shown()} for name, score in evaluation.scores.items()]
-    if as_json:
-        print(json.dumps({"checkpoint": evaluation.checkpoint, "step": evaluation.step, "loss": evaluation.loss,
-                          "sets": rows}))
-    else:
-        print_table(rows, title=f"step {evaluation.step:,} of {evaluation.checkpoint}")
-    return 0
-
-
-def _by_position(evaluator: Evaluator, source: str, positions: str, as_json: bool) -> int:
-    """Print the loss of each range of positions."""
-    try:
-        edges = [int(edge) for edge in positions.split(",")]
-    except ValueError:
-        raise ConfigError(f"{positions!r} are not numbers", where="--positions", fix="give --positions 1024,2048,4096"
-                          ) from None
-    rows = [{"set": name or "validation", "positions": f"{score.start:,} to {score.end - 1:,}",
-             "loss": None if score.loss is None else round(score.loss, 4), "tokens": score.tokens}
-            for name, scores in evaluator.by_position(source, edges).items() for score in scores]
-    if as_json:
-        print(json.dumps(rows))
-    else:
-        print_table(rows, title=f"Loss by the position in a document, {source}")
-    return 0
-
-
-def _named_sets(given: Sequence[str] | None) -> dict[str, str] | None:
-    """Return {"": URI} for a single set, {name: URI} for several.
-
-    Raises:
-        ConfigError: several sets, and not all have a name.
-    """
-    if not given:
-        return None
-    pairs = [text.partition("=")[::2] if "=" in text else ("", text) for text in given]
-    named = dict(pairs)
-    if len(named) < len(pairs) or ("" in named and len(pairs) > 1):
-        raise ConfigError("each of several sets needs a name of its own", where="--data",
-                          fix="give --data web=URI --data code=URI")
-    return named
 
 
 @app.command

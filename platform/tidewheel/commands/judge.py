@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from tidewheel.commands.options import AsJson
 from tidewheel.console import bars
 from tidewheel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidewheel.inference.judges import Judge
 
 
 def judge(
@@ -28,17 +31,9 @@ def judge(
 
     Every verdict is kept with the judge's prompt and answer. If the command is killed, give it again: it continues.
     """
-    if bool(reward_model) == bool(endpoint) or bool(reward_model) != bool(chat_template) \
-            or bool(endpoint) != bool(model):
-        raise ConfigError("one judge is needed", where="tidewheel judge",
-                          fix="give --reward-model with --chat-template, or --endpoint with --model")
-    from tidewheel.inference.judges import EndpointJudge, Judge, RewardModelJudge
+    chosen = judge_of(reward_model, chat_template, endpoint, model, device)
     from tidewheel.inference.judging import make_pairs
 
-    if endpoint:
-        chosen: Judge = EndpointJudge(endpoint, model)
-    else:
-        chosen = RewardModelJudge(reward_model, chat_template, device=device)
     with bars() as group, group.bar("judge", 1, unit="records") as bar:
         done = make_pairs(answers, chosen, output, on_progress=lambda count, total: bar.update(count, total=total))
     if as_json:
@@ -49,3 +44,30 @@ def judge(
     for reason, count in sorted(done.left_out.items()):
         print(f"left out, {reason}: {count:,}")
     return 0
+
+
+def judge_of(reward_model: str, chat_template: str, endpoint: str, model: str, device: str, *,
+             command: str = "tidewheel judge", template: str = "--chat-template") -> Judge:
+    """Return the judge that the options of a command name.
+
+    Args:
+        reward_model: run or checkpoint of a reward model, or "".
+        chat_template: its Jinja file.
+        endpoint: URL of a language model, or "".
+        model: its name there.
+        device: of the reward model.
+        command: the command, for messages.
+        template: the command's option for the Jinja file.
+
+    Raises:
+        ConfigError: not exactly one judge is named.
+    """
+    if bool(reward_model) == bool(endpoint) or bool(reward_model) != bool(chat_template) \
+            or bool(endpoint) != bool(model):
+        raise ConfigError("one judge is needed", where=command,
+                          fix=f"give --reward-model with {template}, or --endpoint with --model")
+    from tidewheel.inference.judges import EndpointJudge, RewardModelJudge
+
+    if endpoint:
+        return EndpointJudge(endpoint, model)
+    return RewardModelJudge(reward_model, chat_template, device=device)

@@ -180,6 +180,7 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
     from tidewheel.commit_log import first_generation
     from tidewheel.elastic.trainer import owned_here
     from tidewheel.inference.answers import answer
+    from tidewheel.inference.during_training import check_tasks, task_scores
     from tidewheel.inference.sample import text_sample
     from tidewheel.train.collectives import Collectives
     from tidewheel.train.logs.worker_log import logging_process
@@ -192,13 +193,14 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
         if where.leads:
             run.check_files()
             check_start(run)
+            check_tasks(run.config)
             run.store.check()
             epoch, control = stack.enter_context(owned_here(run, on_progress, take_over, stop))
             tensor = run.config.parallel.tensor
             if split := split_groups(where, tensor):
                 control.event("tensor_groups_split", groups=split, of=where.world_size // tensor, tensor=tensor)
         runtime = Runtime(rank=where.rank, world_size=where.world_size, device=device, group=group, control=control,
-                          sampler=text_sample, answerer=answer)
+                          sampler=text_sample, answerer=answer, tasks=task_scores)
         runtime.generation = first_generation(Collectives(runtime).from_first(epoch))
         manager = CheckpointManager.of(run.checkpoints, run.config.checkpoint,
                                        lambda kind, detail: runtime.control.event(kind, **detail),

@@ -76,10 +76,12 @@ def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_o
     from tidewheel.checkpoint.starting import check_start
     from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker
+    from tidewheel.inference.during_training import check_tasks
 
     run.check()
     run.check_files()  # before any process starts
     check_start(run)
+    check_tasks(run.config)
     with evaluating(run.config):
         return run_workers(run, run_worker, on_progress, take_over=take_over)
 
@@ -200,6 +202,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     from tidewheel.checkpoint.manager import CheckpointManager
     from tidewheel.checkpoint.starting import check_start
     from tidewheel.inference.answers import answer
+    from tidewheel.inference.during_training import check_tasks, task_scores
     from tidewheel.inference.sample import text_sample
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
@@ -212,6 +215,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     run.check()
     run.check_files()
     check_start(run)
+    check_tasks(run.config)
     run.store.check()
     with owned_here(run, on_progress, take_over, stop) as (epoch, control):
         generation = first_generation(epoch)
@@ -220,7 +224,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         try:
             with logging_process(config.logs, run.store, run=config.run.id, node=socket.gethostname(), capture=False):
                 return train(run, Runtime(device=device, checkpoints=manager, control=control, generation=generation,
-                                          sampler=text_sample, answerer=answer))
+                                          sampler=text_sample, answerer=answer, tasks=task_scores))
         finally:
             manager.break_off()  # an upload that the run did not wait for must not go on beside the next one
 

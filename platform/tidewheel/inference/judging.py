@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel import storage
 from tidewheel.errors import InputError
 from tidewheel.inference.judges import Judge
-from tidewheel.storage import content_hash
+from tidewheel.storage import Store, content_hash
 
 UNIT = 32
 """Records of a unit: what is lost at most when the command is killed."""
@@ -56,22 +56,39 @@ def make_pairs(source: str, judge: Judge, output: str, *,
     """
     records = list(_records(source))
     target = storage.store(output)
+    verdicts, judged = verdicts_of(records, judge, target, on_progress)
+    left_out = Counter(verdict["left_out"] for verdict in verdicts if "left_out" in verdict)
+    pairs = [{name: verdict[name] for name in ("prompt", "chosen", "rejected")}
+             for verdict in verdicts if "left_out" not in verdict]
+    target.write(PAIRS, as_lines(pairs))
+    return Judged(len(records), len(pairs), judged, left_out)
+
+
+def verdicts_of(records: Sequence[dict[str, Any]], judge: Judge, target: Store,
+                on_progress: Callable[[int, int], None]) -> tuple[list[dict[str, Any]], int]:
+    """Judge records in units, and return them with their verdicts, and the number judged now.
+
+    Args:
+        records: each with "prompt" and "answers".
+        judge: of the answers.
+        target: folder; units that are in it are not judged again.
+        on_progress: see `make_pairs`.
+
+    Raises:
+        ConfigError: the judge does not answer.
+    """
     verdicts: list[dict[str, Any]] = []
     judged = 0
     for first in range(0, len(records), UNIT):
         unit = records[first:first + UNIT]
-        key = content_hash(json.dumps([FORMAT, judge.identity(), unit], sort_keys=True).encode())
+        key = content_hash(json.dumps([FORMAT, judge.identity(), list(unit)], sort_keys=True).encode())
         name = f"{VERDICTS}/{key.removeprefix('blake3-')[:32]}.jsonl"
         if not target.exists(name):
-            target.write(name, _lines([_judge(record, judge) for record in unit]))
+            target.write(name, as_lines([_judge(record, judge) for record in unit]))
             judged += len(unit)
         verdicts += [json.loads(line) for line in target.read(name).splitlines()]
         on_progress(len(verdicts), len(records))
-    left_out = Counter(verdict["left_out"] for verdict in verdicts if "left_out" in verdict)
-    pairs = [{name: verdict[name] for name in ("prompt", "chosen", "rejected")}
-             for verdict in verdicts if "left_out" not in verdict]
-    target.write(PAIRS, _lines(pairs))
-    return Judged(len(records), len(pairs), judged, left_out)
+    return verdicts, judged
 
 
 def _records(source: str) -> Iterator[dict[str, Any]]:
@@ -105,6 +122,6 @@ def _judge(record: dict[str, Any], judge: Judge) -> dict[str, Any]:
     return {**kept, "chosen": answers[verdict.scores.index(best)], "rejected": answers[verdict.scores.index(worst)]}
 
 
-def _lines(values: list[dict[str, Any]]) -> bytes:
+def as_lines(values: list[dict[str, Any]]) -> bytes:
+    """Return JSON lines."""
     return "".join(json.dumps(value, sort_keys=True) + "\n" for value in values).encode()
-

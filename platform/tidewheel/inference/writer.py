@@ -17,6 +17,7 @@ from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.data.tokenize.chat_template import ChatTemplate
 from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.inference import folder
 from tidewheel.inference.adapters import read_adapters
 from tidewheel.inference.generate import generate
 from tidewheel.models.adapting.merge import add as add_adapter
@@ -56,7 +57,8 @@ class Writer:
         """Load the model of a checkpoint, whichever layout wrote it, and check the hash of every file.
 
         Args:
-            uri: a run (its newest complete checkpoint is taken), or one checkpoint, RUN/checkpoints/step_00000100.
+            uri: a run (its newest complete checkpoint is taken), one checkpoint, RUN/checkpoints/step_00000100, or a
+                Hugging Face folder.
             tokenizer: file of the tokenizer; default: that of the run's shard set, or the one beside an imported model.
             chat_template: a Jinja file; default: the template of the run's conversations, if it has any.
             device: default: the first GPU if there is one, else the CPU.
@@ -67,6 +69,11 @@ class Writer:
             ConfigError: there is no tokenizer or no such template, the tokenizer does not fit the model, or an adapter
                 is of another base.
         """
+        if folder.is_folder(uri):
+            if adapters:
+                raise ConfigError("adapters are put on the checkpoint of a run, this is a folder of Hugging Face's",
+                                  where=uri, fix="import it: tidewheel checkpoint import FOLDER --output RUN")
+            return cls._of_folder(storage.store(uri), tokenizer, chat_template, device)
         run, checkpoints, name = locate(uri)
         manifest = read_manifest(checkpoints, name)
         if problems := verify_files(checkpoints, name, manifest.files):
@@ -100,6 +107,17 @@ class Writer:
         """Let the model compute with one of `adapters` inside the block; "": with none."""
         assert not adapter or adapter in self.adapters
         return rows(self.model, [adapter])
+
+    @classmethod
+    def _of_folder(cls, place: storage.Store, tokenizer: str, chat_template: str, device: str) -> Writer:
+        model = folder.read_model(place)
+        encoder = _tokenizer(place, tokenizer)[0] if tokenizer else folder.read_encoder(place)
+        if encoder.vocabulary_size > model.vocabulary_size:
+            raise ConfigError(f"the tokenizer has {encoder.vocabulary_size} tokens, the model {model.vocabulary_size}",
+                              where=tokenizer or place.uri, fix="give the tokenizer that the model was trained with")
+        source = tokenizer_files.template_of_run(place, chat_template)
+        template = ChatTemplate(source, tuple(encoder.special)) if source else None
+        return cls(place.uri, model.to(local_device(device)), encoder, model.config.max_sequence_length, template)
 
     @cached_property
     def ends(self) -> frozenset[int]:

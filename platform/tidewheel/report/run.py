@@ -13,7 +13,7 @@ from typing import Any
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
 from tidewheel.printable import printable_lines
-from tidewheel.report import answers, experts, mixture, sources, validation
+from tidewheel.report import answers, experts, mixture, sources, tasks, validation
 from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
 from tidewheel.report.page import (
@@ -95,6 +95,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page.section("Loss by source", *sources.section(read.metrics), note=sources.NOTE)
     page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
     page.section("Answers", *answers.section(read.answers), note=answers.NOTE)
+    page.section("Tasks", *tasks.section(read.metrics), note=tasks.NOTE)
     page.section("Experts", *experts.section(read.metrics), note=experts.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
                  note="The line falls back where steps were repeated after a failure. Below it are the number of "

@@ -26,6 +26,7 @@ from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
 from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.tasks_config import TasksConfig
 
 
 class RunConfig(Config):
@@ -134,6 +135,8 @@ class EvaluationConfig(Config):
     """Sample from the `top_k` most likely tokens; 0: from all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of most likely tokens whose probabilities add up to this."""
+    tasks: TasksConfig = TasksConfig()
+    """Evaluation tasks: multiple choice, likelihoods and generated answers, from task files."""
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> EvaluationConfig:
@@ -386,7 +389,7 @@ class TrainConfig(Config):
                       "metrics", "profile", "logs", "callbacks"):
             values.pop(group, None)
         for group, names in (("model", KERNELS), ("objective", self.objective.UNDECISIVE),
-                             ("evaluation", ("separate", "gpus", "answers")), ("guards", REPORTING)):
+                             ("evaluation", ("separate", "gpus", "answers", "tasks")), ("guards", REPORTING)):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:
                 values["loss" if group == "objective" else group] = kept  # its former name: recipes keep their hash

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tidewheel.train import evaluation
 from tidewheel.train.answers import Answers
 from tidewheel.train.callback import Callbacks
+from tidewheel.train.evaluating_tasks import EvaluatingTasks
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.training import Training
 
@@ -20,6 +21,7 @@ class Evaluating:
 
     def __init__(self, training: Training, metrics: Reporter, callbacks: Callbacks) -> None:
         self._training, self._metrics, self._callbacks = training, metrics, callbacks
+        self.tasks = EvaluatingTasks(training, metrics)
         self._sets = training.retry(lambda: evaluation.open_sets(training.config, training.device))
         self.answers = Answers(training)
 

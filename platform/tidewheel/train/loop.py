@@ -168,6 +168,7 @@ class Loop:
             self._evaluating.begin()
         else:
             self._evaluating.catch_up(extra["validation_loss"])
+            self._evaluating.tasks.catch_up()
 
     def run(self) -> None:
         """Do all steps that are left.
@@ -295,6 +296,7 @@ class Loop:
         if evaluate and not config.checkpoint.keep_best:
             evaluating.evaluate()
         evaluating.sample_if_due(step)
+        evaluating.tasks.evaluate_if_due(step)
         if stop and step < config.steps:
             saving.make_way(step)
 
@@ -307,6 +309,7 @@ class Loop:
         training, progress = self._training, self._training.progress
         self._evaluating.evaluate()
         sample = self._evaluating.sample()
+        self._evaluating.tasks.evaluate()
         self._saving.save_finished()
         self._report_commits()
         result = TrainResult(

@@ -81,10 +81,15 @@ class RunRecord:
         self.metrics.flush_soon()
         self.batches.flush_soon()
 
-    def evaluated(self, step: int) -> bool:
-        """Return whether the model of this step has been evaluated since it was last trained."""
+    def evaluated(self, step: int, figure: str = "validation_loss") -> bool:
+        """Return whether the model of this step has been evaluated since it was last trained.
+
+        Args:
+            step: of the model.
+            figure: name that the record of an evaluation has.
+        """
         for line in jsonlog.newest_first(self.store, "metrics.jsonl"):
-            if line.get("step") == step and "validation_loss" in line:
+            if line.get("step") == step and figure in line:
                 return True
             if "loss" in line and int(line["step"]) <= step:  # a step's line; evaluations may come late
                 return False

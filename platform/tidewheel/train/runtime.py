@@ -310,5 +310,7 @@ class Runtime:
     answerer: Callable[[ParallelModel, Sequence[Domain], TrainConfig, Collectives, Sequence[Prompt]],
                        Iterator[str]] | None = None
     """Answers prompts of validation, as `inference.answers.answer` does; None: the run has none."""
+    tasks: Callable[[ParallelModel, Domain, TrainConfig, Collectives], dict[str, dict[str, float]]] | None = None
+    """Evaluates tasks, as `inference.during_training.task_scores` does; None: the run has none."""
     evaluated_beside: bool = False
     """Another process evaluates the checkpoints where the configuration allows it (`evaluation.separate`)."""

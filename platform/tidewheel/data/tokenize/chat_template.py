@@ -129,6 +129,7 @@ class ChatTemplate:
 
     def __init__(self, values: str, special: Sequence[str]) -> None:
         parsed = json.loads(values)
+        self.source = values
         self._tokens = parsed["tokens"]
         self._program = _Program.of(parsed["template"])
         self._tool_program = _Program.of(parsed.get("tool_template", parsed["template"]))

@@ -26,7 +26,7 @@ OnEvent = Callable[..., None]
 SETTLE_SECONDS = 5.0
 """Longest wait for slow sinks of an earlier generation of this process."""
 OWN_NAMES = frozenset({"step", "time", "generation", "tokens", "loss", "validation_loss", "validation", "sample",
-                       "objective", "sources"})
+                       "objective", "sources", "tasks"})
 """Names in metrics.jsonl that other code depends on. Callbacks must not use them."""
 LISTED_RANKS = 64
 """Up to this many ranks, metrics.jsonl has each rank's own time; with more, only the slowest rank's."""

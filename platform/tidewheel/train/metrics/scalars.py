@@ -1,4 +1,4 @@
-"""Name the numbers of a record by group: train/loss, speed/mfu, validation/web/loss."""
+"""Name the numbers of a record by group: train/loss, speed/mfu, validation/web/loss, tasks/arc/acc."""
 
 from __future__ import annotations
 
@@ -26,4 +26,6 @@ def scalars(record: Record) -> dict[str, float]:
     for domain, figures in record.get("validation", {}).items():
         prefix = f"validation/{domain}/" if domain else "validation/"
         values |= {f"{prefix}{name}": float(value) for name, value in figures.items() if isinstance(value, int | float)}
+    for task, figures in record.get("tasks", {}).items():
+        values |= {f"tasks/{task}/{name}": float(value) for name, value in figures.items()}
     return values

@@ -1,0 +1,214 @@
+"""Evaluation tasks on the workers of a Ray cluster: each holds the model and answers unit after unit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidewheel.data.stage import Published, Unit
+from tidewheel.errors import ClusterError
+from tidewheel.inference.tasks.evaluation import (
+    OnProgress,
+    Options,
+    TaskResult,
+    answer,
+    items_of,
+    missing,
+    result_of,
+    size_of,
+    units_of,
+)
+from tidewheel.inference.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+LOSSES = 3
+"""Workers that may be lost in a row without a unit in between."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of each worker.
+
+    Args:
+        uri: a run, a checkpoint, or a Hugging Face folder.
+        settings: arguments of `open_scorer`.
+    """
+
+    uri: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What to reserve.
+
+    Args:
+        workers: number of workers.
+        cpus: CPUs of each, and its threads.
+        gpus: GPUs of each.
+    """
+
+    workers: int
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+class TaskWorker:
+    """The actor: a model and all tasks.
+
+    Args:
+        model: to open.
+        tasks: with their data, so that workers read no task file.
+        chat: see `Options`.
+        output: folder of the evaluation.
+        threads: of torch.
+    """
+
+    def __init__(self, model: Model, tasks: list[Task], chat: bool, output: str, threads: int) -> None:
+        import torch
+
+        from tidewheel.inference.scorer import open_scorer
+
+        torch.set_num_threads(threads)
+        self._tasks, self._chat, self._output = tasks, chat, output
+        self._scorer = open_scorer(model.uri, **model.settings)
+        self._items = [items_of(task, self._scorer, chat=chat) for task in tasks]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the model's identity; see `Scorer`."""
+        return self._scorer.identity()
+
+    def answer(self, index: int, unit: Unit) -> Published:
+        """Answer a unit of task `index`, and publish it."""
+        return answer(self._tasks[index], self._items[index], self._scorer, self._output, unit, chat=self._chat)
+
+
+def evaluate_on_workers(model: Model, options: Options, output: str, resources: Resources, *,
+                        about: Mapping[str, Any] | None = None,
+                        on_progress: OnProgress = lambda done, total: None) -> list[TaskResult]:
+    """Evaluate tasks on workers of the connected cluster. A worker that is lost is replaced.
+
+    The figures are those of `tasks.evaluation.evaluate`, for every number of workers.
+
+    Args:
+        model: the model, under a URI that all nodes can read.
+        options: what to evaluate.
+        output: folder that all nodes can write to.
+        resources: what to reserve.
+        about: what to write into the results.
+        on_progress: called as units are done.
+
+    Raises:
+        ClusterError: workers are lost again and again.
+        ConfigError: a task file is wrong.
+        InputError: a task's data is missing or wrong.
+    """
+    tasks = options.open()
+    if not options.chat:
+        for task in tasks:
+            task.items()  # refuses bad input before a worker starts
+    pool = _Pool(model, tasks, options.chat, output, resources)
+    try:
+        identity = pool.identity()
+        units = [units_of(task, identity, chat=options.chat) for task in tasks]
+        present, to_do = missing(output, (unit for own in units for unit in own))
+        wanted = {unit.key for unit in to_do}
+        pending = [(index, unit) for index, own in enumerate(units) for unit in own if unit.key in wanted]
+        sizes = {unit.key: size_of(unit, task) for task, own in zip(tasks, units) for unit in own}
+        total = sum(sizes.values())
+        done = total - sum(sizes[key] for key in wanted)
+        on_progress(done, total)
+        for published in pool.answers(pending):
+            present[published.unit.key] = published
+            done += sizes[published.unit.key]
+            on_progress(done, total)
+    finally:
+        pool.close()
+    return [result_of(task, own, present, output, sum(sizes[unit.key] for unit in own if unit.key in wanted),
+                      {"chat": options.chat, **(about or {})}) for task, own in zip(tasks, units)]
+
+
+class _Pool:
+    """Workers and the units that they have."""
+
+    def __init__(self, model: Model, tasks: list[Task], chat: bool, output: str, resources: Resources) -> None:
+        import ray
+
+        self._arguments = (model, ray.put(tasks), chat, output, max(1, int(resources.cpus)))
+        self._resources = resources
+        self._actors: list[Any] = [self._start() for _ in range(resources.workers)]
+
+    def _start(self) -> Any:
+        import ray
+
+        remote: Any = ray.remote(TaskWorker)
+        return remote.options(num_cpus=self._resources.cpus, num_gpus=self._resources.gpus).remote(*self._arguments)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the model's identity, from the first worker that is ready."""
+        import ray
+
+        for _ in range(LOSSES):
+            try:
+                value: dict[str, Any] = ray.get(self._actors[0].identity.remote())
+                return value
+            except ray.exceptions.RayActorError as error:
+                _raise_cause(error)
+                self._actors[0] = self._start()
+        raise self._lost()
+
+    def answers(self, pending: list[tuple[int, Unit]]) -> Any:
+        """Yield units as they are published.
+
+        Args:
+            pending: (index of the task, unit).
+        """
+        import ray
+
+        waiting = list(reversed(pending))
+        idle, running, losses = list(self._actors), dict[Any, tuple[Any, tuple[int, Unit]]](), 0
+        while waiting or running:
+            while waiting and idle:
+                actor, job = idle.pop(0), waiting.pop()
+                running[actor.answer.remote(*job)] = (actor, job)
+            (ready, *_), _ = ray.wait(list(running), num_returns=1)
+            actor, job = running.pop(ready)
+            try:
+                published = ray.get(ready)
+            except ray.exceptions.RayActorError as error:
+                _raise_cause(error)
+                losses += 1
+                logger.warning("a worker is lost with %s; another takes it over", job[1].label)
+                if losses > LOSSES:
+                    raise self._lost() from None
+                self._actors.remove(actor)
+                self._actors.append(self._start())
+                idle.append(self._actors[-1])
+                waiting.append(job)
+                continue
+            losses = 0
+            idle.append(actor)
+            yield published
+
+    def _lost(self) -> ClusterError:
+        return ClusterError(f"{LOSSES} workers were lost in a row", where="--workers",
+                            fix="look for a lack of memory on the nodes; what was answered is kept: give the command "
+                                "again, with fewer workers")
+
+    def close(self) -> None:
+        """End the workers."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def _raise_cause(error: BaseException) -> None:
+    """Raise the error of a user that ended an actor's construction, if there is one."""
+    from tidewheel.errors import TidewheelError, root_cause
+
+    cause = root_cause(error)
+    if isinstance(cause, TidewheelError):
+        raise cause
