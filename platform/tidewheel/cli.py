@@ -32,6 +32,7 @@ from tidewheel.commands import (
     logs,
     plan,
     reference,
+    rollouts,
     score,
     shards,
     teacher,
@@ -58,7 +59,7 @@ app = cyclopts.App(
                   "few minutes.",
 )
 for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.cluster_app, cluster.job_app,
-            workflow.app):
+            rollouts.app, workflow.app):
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)
@@ -204,14 +205,23 @@ def report(
 
 @app.command
 def audit(run: Annotated[str, Parameter(help="URI of a run.")]) -> int:
-    """Prove that a run read every sequence exactly once, in the planned order. Exit code 2 if not."""
+    """Prove that a run read every sequence exactly once, in the planned order. Exit code 2 if not.
+
+    Of a run of reinforcement learning, also that every prompt was admitted or dropped by name once.
+    """
+    from tidewheel.post.audit import audit_rollouts
     from tidewheel.train.audit import audit as check
 
-    result = check(run)
+    result, of_rollouts = check(run), audit_rollouts(run)
     print(result.summary())
+    if of_rollouts is not None:
+        print(of_rollouts.summary())
     if not result.ok:
         raise ShardError("the run did not read the planned batches", where=run,
                          fix="the steps named above differ: compare batches.jsonl with the shard manifest")
+    if of_rollouts is not None and not of_rollouts.ok:
+        raise ShardError("the rollouts are not those that the ledger and the prompts say", where=run,
+                         fix="the steps named above differ: compare rollouts/steps with the shards of their waves")
     return 0
 
 

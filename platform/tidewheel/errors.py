@@ -63,6 +63,10 @@ class ShardError(TidewheelError):
     """Shard set that is damaged, incomplete or does not fit the model."""
 
 
+class RolloutError(TidewheelError):
+    """Rollouts cannot be made, or too many of them fail."""
+
+
 class CheckpointError(TidewheelError):
     """Checkpoint that is damaged, incomplete or does not fit the run."""
 

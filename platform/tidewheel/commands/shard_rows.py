@@ -13,6 +13,8 @@ from rich.text import Text
 
 from tidewheel.console import Output
 from tidewheel.printable import printable, printable_lines
+from tidewheel.shards.manifest import PACKED
+from tidewheel.shards.opened import ROWS
 from tidewheel.shards.show import Part, Row, Segment
 
 SEGMENT_COLOURS = ("cyan", "magenta", "yellow", "blue", "bright_cyan", "bright_magenta")
@@ -24,22 +26,28 @@ SHOWN_SEGMENTS, SHOWN_CHARACTERS = 4, 300
 
 def print_summary(uri: str, summary: dict[str, Any]) -> None:
     """Print the result of `verify.inspect` for a set."""
-    pairs = summary["kind"] == "preferences"
+    packed = summary["kind"] == PACKED
     lines = [
-        ("rows", f"{summary['rows']:,} {'pairs' if pairs else 'packed sequences'} in {summary['num_shards']:,} shards, "
+        ("rows", f"{summary['rows']:,} {ROWS[summary['kind']]} in {summary['num_shards']:,} shards, "
                  f"{summary['bytes'] / 1e6:,.1f} MB"),
         ("tokens", f"{summary['tokens']:,} of {summary['documents']:,} documents" + (
-            "" if pairs else f", {summary['utilisation']:.2%} of {summary['sequence_length']:,} a row")),
+            "" if not packed else f", {summary['utilisation']:.2%} of {summary['sequence_length']:,} a row")),
         ("tokenizer", f"{summary['tokenizer']['file']}, vocabulary {summary['vocabulary_size']:,} "
                       f"({summary['token_dtype']})"),
-        ("loss mask", "on the answers" if pairs else "in each row" if summary["loss_mask"] else "none: every token is "
-                                                                                             "learnt"),
+        ("loss mask", _mask(packed, summary["loss_mask"])),
         ("cleaned "
          "against", ", ".join(evaluation_set["name"] for evaluation_set in summary["evaluation_sets"]) or "nothing"),
         ("recipe", f"{summary['recipe_hash']}; hash of the set {summary['hash']}")]
     print(printable(uri))
     for name, value in lines:
         print(f"  {name:<16}{printable(value)}")
+
+
+def _mask(packed: bool, in_rows: bool) -> str:
+    """Return what the loss mask of a set marks."""
+    if not packed:
+        return "on the answers"
+    return "in each row" if in_rows else "none: every token is learnt"
 
 
 def print_rows(rows: Sequence[Row], *, whole: bool) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from tidewheel.elastic.coordinator import Snapshot
+    from tidewheel.post.pool import Pool
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
@@ -77,13 +78,29 @@ def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_o
     from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker
     from tidewheel.inference.during_training import check_tasks
+    from tidewheel.post.running import prepare
 
+    prepare(run)
     run.check()
     run.check_files()  # before any process starts
     check_start(run)
     check_tasks(run.config)
     with evaluating(run.config):
         return run_workers(run, run_worker, on_progress, take_over=take_over)
+
+
+def _ray_pool(arguments: tuple[Any, ...], config: TrainConfig, on_event: Callable[..., None]) -> Pool:
+    from tidewheel.post.pool import RayPool
+
+    assert config.rollouts is not None
+    return RayPool(arguments, config.rollouts.generators, on_event)
+
+
+def _local_pool(arguments: tuple[Any, ...], config: TrainConfig, on_event: Callable[..., None]) -> Pool:
+    from tidewheel.post.pool import LocalPool
+
+    assert config.rollouts is not None
+    return LocalPool(arguments, config.rollouts.generators, on_event)
 
 
 def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
@@ -109,6 +126,7 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
 
     check_ray()
     from tidewheel.elastic.ray_adapter import ElasticTrainer
+    from tidewheel.post.running import making_rollouts
 
     run = Run.open(run)
     config = run.config
@@ -116,7 +134,8 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
     run.store.check()
     with temporary_folder("train") as bookkeeping:
         with _owning(run.store, take_over) as record, \
-                _coordinator(config, sizes, record.epoch) as (name, coordinator), _reporting(coordinator, on_progress):
+                _coordinator(config, sizes, record.epoch) as (name, coordinator), \
+                _reporting(coordinator, on_progress), making_rollouts(run, _ray_pool):
             for change in starts.record_start(run.store, config, record.epoch):
                 if change.is_reported:
                     coordinator.event.remote("setting_changed", _change_detail(change))
@@ -204,6 +223,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     from tidewheel.inference.answers import answer
     from tidewheel.inference.during_training import check_tasks, task_scores
     from tidewheel.inference.sample import text_sample
+    from tidewheel.post.running import making_rollouts, prepare
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
 
@@ -212,12 +232,13 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     finished = run.result()
     if finished is not None:
         return finished
+    prepare(run)
     run.check()
     run.check_files()
     check_start(run)
     check_tasks(run.config)
     run.store.check()
-    with owned_here(run, on_progress, take_over, stop) as (epoch, control):
+    with owned_here(run, on_progress, take_over, stop) as (epoch, control), making_rollouts(run, _local_pool):
         generation = first_generation(epoch)
         manager = CheckpointManager.of(run.checkpoints, config.checkpoint,
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)

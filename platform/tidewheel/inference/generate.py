@@ -105,10 +105,15 @@ def draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: float
 
 
 class Cache:
-    """Keys and values of the tokens that a decoder has seen, [1, K, capacity, E] for each layer; see `cached`."""
+    """Keys and values of the tokens that a decoder has seen, [B, K, capacity, E] for each layer; see `cached`.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    Args:
+        capacity: most tokens of a row.
+        kernel: of the attention, "masked" or "exact".
+    """
+
+    def __init__(self, capacity: int, kernel: str = "masked") -> None:
+        self.capacity, self._kernel = capacity, kernel
         self._layers: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lengths: dict[nn.Module, int] = {}
 
@@ -122,22 +127,35 @@ class Cache:
         """Return the mask of new tokens, which follow those seen. Replaces `Decoder.mask`.
 
         Args:
-            segment_ids: [1, L] of the new tokens.
-            x: input of the first block [1, L, D].
+            segment_ids: [B, L] of the new tokens, all 0.
+            x: input of the first block [B, L, D].
             documents: not used: a text is one document.
             window: of a sliding window.
         """
         begin = self.length
         indices = torch.arange(begin + x.shape[1], device=x.device)
         seen = torch.zeros(1, len(indices), dtype=segment_ids.dtype, device=x.device)
-        return document_mask(segment_ids, "masked", window=window, places=indices[begin:], key_segments=seen,
+        return document_mask(segment_ids, self._kernel, window=window, places=indices[begin:], key_segments=seen,
                              key_places=indices, keys=self._extend)
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        self._lengths = {layer: min(length, known) for layer, known in self._lengths.items()}
+
+    def repeat(self, rows: int) -> None:
+        """Give each of `rows` rows the tokens of the only row so far."""
+        self._layers = {layer: (keys.repeat(rows, 1, 1, 1), values.repeat(rows, 1, 1, 1))
+                        for layer, (keys, values) in self._layers.items()}
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Continue with some of the rows, int64 indices."""
+        self._layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
 
     def _extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new keys and values of a layer; return all of them."""
         if layer not in self._layers:
-            self._layers[layer] = (k.new_empty(*k.shape[:2], self.capacity, k.shape[3]),
-                                   v.new_empty(*v.shape[:2], self.capacity, v.shape[3]))
+            self._layers[layer] = (k.new_zeros(*k.shape[:2], self.capacity, k.shape[3]),
+                                   v.new_zeros(*v.shape[:2], self.capacity, v.shape[3]))
         keys, values = self._layers[layer]
         begin = self._lengths.get(layer, 0)
         end = begin + k.shape[2]
@@ -151,13 +169,13 @@ class Cache:
 def cached(model: Decoder, capacity: int) -> Iterator[Cache]:
     """Cache keys and values inside the block: each call of `model` continues the calls before it.
 
-    Calls take [1, L] tokens of one document.
+    Calls take [B, L] tokens of one document a row.
 
     Args:
         model: a whole decoder.
         capacity: maximum number of tokens over all calls.
     """
-    kept = Cache(capacity)
+    kept = Cache(capacity, "exact" if model.config.attention == "exact" else "masked")
     model.mask = kept.mask  # type: ignore[method-assign]
     try:
         yield kept

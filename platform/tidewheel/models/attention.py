@@ -8,6 +8,8 @@ itself included. The kernels, which `attention_kernels` chooses:
 - `varlen`: flash attention over the documents laid end to end. CUDA, 16-bit, complete rows.
 - `causal`: torch's attention without a mask, where each row is one document. CUDA, 16-bit, complete rows.
 - `blockwise`: plain torch over the tiles in which something is visible. Linear memory; CPUs use it for long rows.
+- `exact`: two products and a softmax, padded so that the result of a query does not depend on the queries beside it or
+  on room behind its keys. Generation and training then have the same bits, see `attention_backends.exact`.
 
 Under context parallelism a mask may have a plan of exchanges (`attention_operator`), or exchange heads for positions.
 """
@@ -29,6 +31,7 @@ from tidewheel.models.attention_backends import (
     Flash,
     causal_kernel,
     compiled,
+    exact,
     flash_kernel,
     flex,
     plain,
@@ -66,8 +69,8 @@ class DocumentMask:
     """The attention mask of one batch, in the form that its kernel takes.
 
     Args:
-        kernel: "masked", "flex", "varlen", "causal", "blockwise", "ring" or "exchange".
-        dense: for masked, [B, 1, Q, K] bool, True where query i may see key j.
+        kernel: "masked", "flex", "varlen", "causal", "blockwise", "exact", "ring" or "exchange".
+        dense: for masked and exact, [B, 1, Q, K] bool, True where query i may see key j.
         blocks: for flex.
         offsets: for varlen, see `Documents`.
         longest: for varlen, [n, 0] with n from `Documents.longest`: a number that compiled code takes as it comes, as
@@ -169,7 +172,7 @@ def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *,
     visible = (segment_ids[:, :, None] == key_segments[:, None, :]) & (places[:, None] >= key_places)
     if window is not None:
         visible = visible & (places[:, None] - key_places < window)
-    return DocumentMask("masked", dense=visible[:, None], keys=keys)
+    return DocumentMask("exact" if choice.kernel == "exact" else "masked", dense=visible[:, None], keys=keys)
 
 
 def interval_mask(seen: Intervals, kernel: str, length: int, keys: Keys | None = None) -> DocumentMask:
@@ -274,6 +277,8 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     if mask.causal is not None:
         return mask.causal(q, k, v)
     assert mask.dense is not None
+    if mask.kernel == "exact":
+        return exact(q, k, v, mask.dense, scale)
     if grouped:
         k, v = repeated(q, k), repeated(q, v)
     is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= PLAIN_LENGTH

@@ -61,7 +61,7 @@ class Choice:
     """The kernel of a micro-batch.
 
     Args:
-        kernel: "masked", "flex", "varlen", "causal" or "blockwise".
+        kernel: "masked", "flex", "varlen", "causal", "blockwise" or "exact".
         flash: the implementation behind varlen, and behind causal where flash attention computes it.
         cudnn: whether causal attention tries cuDNN first.
     """
@@ -91,6 +91,9 @@ def choose(requested: str, machine: Machine, dtype: torch.dtype, head_width: int
     Raises:
         ConfigError: the requested kernel or implementation cannot run here.
     """
+    if requested == "exact" and not plain:
+        raise ConfigError("exact attention has neither soft-capping nor sinks, which this model family needs",
+                          where="model.attention", fix="set model.attention=auto")
     if requested == "varlen" and not plain:
         raise ConfigError("varlen attention has neither soft-capping nor sinks, which this model family needs",
                           where="model.attention", fix="set model.attention=auto")

@@ -100,7 +100,7 @@ class Model(HuggingFaceForm):
     init_from: str = ""
     """Start with the weights of a checkpoint: the URI of a run (its newest checkpoint is taken), of
     RUN/checkpoints/step_00000100, or of an imported model (`tidewheel checkpoint import`)."""
-    attention: Literal["auto", "masked", "flex", "varlen", "blockwise"] = "auto"
+    attention: Literal["auto", "masked", "flex", "varlen", "blockwise", "exact"] = "auto"
     """Attention kernel: a dense mask, FlexAttention with a block mask, flash attention over documents of varying
     length (16-bit, CUDA), or plain torch block by block (CPU, long rows). auto: the best one for the device. It changes
     only speed and rounding."""

@@ -47,7 +47,7 @@ def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: in
     if vocabulary is None:
         vocabulary = VOCABULARY_SIZE
         notes.append(f"a vocabulary of {vocabulary:,} (--vocabulary-size changes it)")
-    return Job(config, vocabulary, length, _teacher_of(config, vocabulary, length)), notes
+    return Job(config, vocabulary, length, teacher=_teacher_of(config, vocabulary, length)), notes
 
 
 def _teacher_of(config: TrainConfig, vocabulary_size: int, sequence_length: int) -> Job | None:

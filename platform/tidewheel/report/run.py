@@ -13,7 +13,7 @@ from typing import Any
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
 from tidewheel.printable import printable_lines
-from tidewheel.report import answers, experts, mixture, sources, tasks, validation
+from tidewheel.report import answers, experts, mixture, rollouts, sources, tasks, validation
 from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
 from tidewheel.report.page import (
@@ -96,6 +96,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
     page.section("Answers", *answers.section(read.answers), note=answers.NOTE)
     page.section("Tasks", *tasks.section(read.metrics), note=tasks.NOTE)
+    page.section("Rollouts", *_rollouts(run_uri, read), note=rollouts.NOTE)
     page.section("Experts", *experts.section(read.metrics), note=experts.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
                  note="The line falls back where steps were repeated after a failure. Below it are the number of "
@@ -117,6 +118,18 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page.section("Configuration", *_configuration(read))
     read.place.write("report.html", page.render())
     return read.place.at("report.html")
+
+
+def _rollouts(run_uri: str, read: _Run) -> list[Html]:
+    """Return the blocks about rollouts; [] for a run that makes none."""
+    if not read.config.get("rollouts"):
+        return []
+    from tidewheel.post.ledger import LOG
+    from tidewheel.post.reading import step_rollouts
+
+    log = jsonlog.read(read.place, LOG)
+    newest = step_rollouts(run_uri)[1] if any(line.get("kind") == "step" for line in log) else []
+    return rollouts.section(log, read.metrics, newest)
 
 
 def _read(run_store: Store, pipeline_uri: str | None) -> _Run:

@@ -1,6 +1,7 @@
 """The format of a shard file: Arrow IPC with one uncompressed record batch, for memory mapping; named by its content.
 
-There are two kinds: packed sequences (`shard_schema`) and preference pairs (`preference_schema`).
+There are three kinds: packed sequences (`shard_schema`), preference pairs (`preference_schema`) and rollouts
+(`rollout_schema`).
 """
 
 from __future__ import annotations
@@ -69,6 +70,32 @@ def preference_schema(token_dtype: str, margins: bool = False) -> pa.Schema:
     return pa.schema([*fields, pa.field("margin", pa.float32())] if margins else fields)
 
 
+def rollout_schema(token_dtype: str) -> pa.Schema:
+    """Return the schema of a shard of rollouts: prompts with a sampled answer, for reinforcement learning.
+
+    The columns are:
+    - prompt_id: string, the prompt that a group of rollouts shares.
+    - sample: int32, index of the rollout in its group.
+    - prompt_length: int32, number of tokens of the prompt.
+    - tokens: list<token_dtype>, the prompt and the answer, at most the set's sequence_length tokens.
+    - learnt: list<uint8>, for each token of the answer 1 if the policy sampled it, 0 if an environment wrote it.
+    - log_probabilities: list<float>, of each token of the answer under the policy that sampled it; 0 where not sampled.
+    - versions: list<int32>, version of that policy for each token of the answer.
+    - reference: list<float>, log-probabilities under the reference model; an empty list if they are not known.
+    - reward: float, the rollout's own.
+    - advantage: float, what the objective multiplies with.
+
+    Raises:
+        ValueError: `token_dtype` is neither "uint16" nor "uint32".
+    """
+    return pa.schema([
+        pa.field("prompt_id", pa.string()), pa.field("sample", pa.int32()), pa.field("prompt_length", pa.int32()),
+        pa.field("tokens", pa.list_(token_type(token_dtype))), pa.field("learnt", pa.list_(pa.uint8())),
+        pa.field("log_probabilities", pa.list_(pa.float32())), pa.field("versions", pa.list_(pa.int32())),
+        pa.field("reference", pa.list_(pa.float32())), pa.field("reward", pa.float32()),
+        pa.field("advantage", pa.float32())])
+
+
 def token_type(token_dtype: str) -> pa.DataType:
     """Return the Arrow type of a token.
 
@@ -85,7 +112,7 @@ def write_shard(store: Store, table: pa.Table) -> ShardInfo:
 
     Args:
         store: the set's folder.
-        table: at least one row, with the columns of `shard_schema` or `preference_schema`.
+        table: at least one row, with the columns of one of the schemas above.
 
     Raises:
         ValueError: the columns are not those of a shard, a value is null, or there is no row.
@@ -104,6 +131,8 @@ def write_shard(store: Store, table: pa.Table) -> ShardInfo:
 def _tokens(table: pa.Table) -> int:
     if "chosen" in table.column_names:
         return sum(int(pc.sum(pc.list_value_length(table[name])).as_py()) for name in ("chosen", "rejected"))
+    if "prompt_id" in table.column_names:
+        return int(pc.sum(pc.list_value_length(table["tokens"])).as_py())
     return int(pc.sum(table["length"]).as_py())
 
 
@@ -124,6 +153,9 @@ def _schema_of(table: pa.Table) -> pa.Schema:
     """Return the schema of a shard with these columns."""
     if "chosen" in table.column_names and pa.types.is_list(table.schema.field("chosen").type):
         return preference_schema(str(table.schema.field("chosen").type.value_type), "margin" in table.column_names)
+    if "prompt_id" in table.column_names and "tokens" in table.column_names \
+            and pa.types.is_list(table.schema.field("tokens").type):
+        return rollout_schema(str(table.schema.field("tokens").type.value_type))
     if "tokens" not in table.column_names or not pa.types.is_fixed_size_list(table.schema.field("tokens").type):
         raise ValueError(f"not a shard: columns {table.column_names}")
     tokens = table.schema.field("tokens").type

@@ -23,6 +23,7 @@ from tidewheel.shards.manifest import (
     KEY,
     PACKED,
     REBUILD,
+    ROLLOUTS,
     Fields,
     Manifest,
     ShardInfo,
@@ -191,7 +192,7 @@ def _read(store: Store, key: str) -> Any:
 def _parse_head(values: Any, where: str) -> Manifest:
     fields = Fields(values, where)
     waves = fields.number("waves", at_least=1, at_most=MOST_WAVES)
-    fields.one_of("kind", (PACKED,))
+    fields.one_of("kind", (PACKED, ROLLOUTS))
     return replace(parse_manifest({**values, "shards": [], "documents": 0, "waves": []}, where), to_come=waves)
 
 

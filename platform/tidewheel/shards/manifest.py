@@ -17,8 +17,8 @@ GROWING = "growing.json"
 """Key of the head of a set that is still being written, see `shards.growing`."""
 FORMAT = 1
 TOKEN_DTYPES = ("uint16", "uint32")
-PACKED, PREFERENCES = "packed", "preferences"
-KINDS = (PACKED, PREFERENCES)
+PACKED, PREFERENCES, ROLLOUTS = "packed", "preferences", "rollouts"
+KINDS = (PACKED, PREFERENCES, ROLLOUTS)
 PARTS, WITH_MISMATCHED = 2, 3
 """Sequences side by side in a row that `shards.pairs` reads: chosen, rejected, and perhaps a mismatched one."""
 VOCABULARY_MULTIPLE = 128
@@ -70,8 +70,9 @@ class Manifest:
     """Number of waves that the pipeline has yet to write. Unless it is 0, the set is known only in part and `documents`
     is 0. Never in the file."""
     kind: str = PACKED
-    """The kind of row: "packed", a sequence of several documents (`format.shard_schema`), or "preferences", a pair
-    (`format.preference_schema`), where sequence_length is the maximum for each of the two."""
+    """The kind of row: "packed", a sequence of several documents (`format.shard_schema`); "preferences", a pair
+    (`format.preference_schema`), where sequence_length is the maximum for each of the two; or "rollouts", a prompt with
+    a sampled answer (`format.rollout_schema`)."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The pipeline's settings, for information; {} if not recorded. They are not part of the set's identity."""
     margins: bool = False
@@ -92,8 +93,8 @@ class Manifest:
 
     @property
     def utilisation(self) -> float:
-        """Share of tokens that is not padding; 1.0 for an empty set, and for pairs, which are not padded."""
-        if not self.rows or self.kind == PREFERENCES:
+        """Share of tokens that is not padding; 1.0 for an empty set, and for pairs and rollouts, which have none."""
+        if not self.rows or self.kind != PACKED:
             return 1.0
         return self.tokens / (self.rows * self.sequence_length)
 
@@ -175,11 +176,11 @@ def parse_manifest(values: Any, where: str) -> Manifest:
     if vocabulary % multiple:
         fields.wrong("vocabulary_size", f"a multiple of {multiple}")
     kind = fields.one_of("kind", KINDS)
-    room = length if kind == PACKED else 2 * length
+    room = 2 * length if kind == PREFERENCES else length
     shards = parse_shards(fields, room)
     waves = tuple(fields.numbers("waves")) if "waves" in fields.values else ()
-    if waves and (sum(waves) != len(shards) or kind != PACKED):
-        fields.wrong("waves", f"{len(shards)} shards of packed sequences, distributed over waves")
+    if waves and (sum(waves) != len(shards) or kind == PREFERENCES):
+        fields.wrong("waves", f"{len(shards)} shards of packed sequences or rollouts, distributed over waves")
     sets = []
     for group in fields.groups("evaluation_sets"):
         group.text("name"), group.text("hash"), group.number("items")

@@ -19,7 +19,7 @@ from tidewheel import storage
 from tidewheel.errors import ShardError
 from tidewheel.shards.cache import CACHE_BYTES, ShardFiles
 from tidewheel.shards.integrity import Integrity, fingerprint, problem_of
-from tidewheel.shards.manifest import PACKED, PREFERENCES, REBUILD, Manifest, read_manifest
+from tidewheel.shards.manifest import PACKED, PREFERENCES, REBUILD, ROLLOUTS, Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ S = TypeVar("S")
 OnDamage = Callable[[str, str], None]
 OPEN_SHARDS = 1024
 """Number of memory maps held open; Linux allows a process 65,530 (vm.max_map_count)."""
-ROWS = {PACKED: "packed sequences", PREFERENCES: "pairs"}
+ROWS = {PACKED: "packed sequences", PREFERENCES: "pairs", ROLLOUTS: "rollouts"}
 """What a row is, by the kind of set, for messages."""
 
 
@@ -69,6 +69,13 @@ class Rows:
     """A teacher's most likely tokens; None: not read."""
     margins: np.ndarray | None = None
     """[B] fp32: by how much the chosen answer of each pair is better; None: the set has none."""
+    sampled: np.ndarray | None = None
+    """[B, L] fp32: log-probability of each token of an answer under the policy that sampled it, 0 elsewhere; None: the
+    rows are no rollouts."""
+    referred: np.ndarray | None = None
+    """[B, L] fp32: the same under a reference model; None: the set has none."""
+    advantages: np.ndarray | None = None
+    """[B] fp32, of rollouts."""
 
     def only(self, parts: slice) -> Rows:
         """Return the rows with some of their parts."""

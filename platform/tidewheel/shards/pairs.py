@@ -17,10 +17,19 @@ import pyarrow as pa
 from tidewheel import storage
 from tidewheel.errors import ShardError
 from tidewheel.shards.format import preference_schema
-from tidewheel.shards.manifest import PARTS, PREFERENCES, REBUILD, WITH_MISMATCHED, Manifest, read_manifest
+from tidewheel.shards.manifest import (
+    PARTS,
+    PREFERENCES,
+    REBUILD,
+    ROLLOUTS,
+    WITH_MISMATCHED,
+    Manifest,
+    read_manifest,
+)
 from tidewheel.shards.opened import OnDamage, OpenedSet, Rows
 from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.references import Column
+from tidewheel.shards.rollouts import RolloutSet
 from tidewheel.shards.teachers import TeacherTokens
 
 
@@ -136,7 +145,7 @@ class PairSet(OpenedSet[PairShard]):
 
 def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_damage: OnDamage | None = None,
              manifest: Manifest | None = None, parts: int = PARTS, reference: str = "",
-             teacher: str = "") -> ShardSet | PairSet:
+             teacher: str = "") -> ShardSet | PairSet | RolloutSet:
     """Open a set of any kind.
 
     Args:
@@ -153,6 +162,8 @@ def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_da
         ShardError: there is no set, or no log-probabilities of it in `reference`, or no tokens of it in `teacher`.
     """
     manifest = read_manifest(storage.store(uri)) if manifest is None else manifest
+    if manifest.kind == ROLLOUTS:
+        return RolloutSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
     if manifest.kind != PREFERENCES:
         packed = ShardSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
         return packed.reading(TeacherTokens.of(teacher, uri, manifest, cache, verify=verify, on_damage=on_damage)

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.errors import ShardError
-from tidewheel.shards import preferences
+from tidewheel.shards import preferences, rollouts
 from tidewheel.shards.lineage import Sources, known_sources, output_of
-from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
+from tidewheel.shards.manifest import PACKED, PREFERENCES, ROLLOUTS, Manifest, read_manifest
 from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.tokenizer import Encoder, of_manifest
 from tidewheel.shards.trace import find_row, row_id, segments
@@ -96,7 +96,7 @@ def rows(uri: str, *, first: int = 0, source: str | None = None) -> Iterator[Row
         raise ShardError("the sources of its documents are not known: no pipeline output is beside this set",
                          where=set_store.uri, fix="leave --source out, or give the set inside its pipeline's output")
     sources = None if output is None else Sources(output)
-    reader = _Packed(set_store, manifest, sources) if manifest.kind == PACKED else _Pairs(set_store, manifest, sources)
+    reader = _READERS[manifest.kind](set_store, manifest, sources)
     if not 0 <= first < manifest.rows:
         raise ShardError(f"there is no row {first}", where=set_store.uri,
                          fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}" if manifest.rows
@@ -114,7 +114,7 @@ def sources_told(uri: str) -> str:
 
 
 class _Reader:
-    """The common part of the readers of both kinds of sets."""
+    """The common part of the readers of all kinds of sets."""
 
     def __init__(self, set_store: Store, manifest: Manifest, sources: Sources | None) -> None:
         self.place, self.manifest, self.sources = set_store, manifest, sources
@@ -142,6 +142,14 @@ class _Reader:
 
     def source_of(self, document: str) -> str | None:
         return None if self.sources is None else self.sources.of([document]).get(document)
+
+    def row(self, number: int) -> Row:
+        """Return a row by its index in the whole set."""
+        raise NotImplementedError
+
+    def of_source(self, first: int, source: str) -> Iterator[int]:
+        """Yield the rows from `first` on that hold a document of the source."""
+        raise NotImplementedError
 
 
 class _Packed(_Reader):
@@ -209,3 +217,23 @@ class _Pairs(_Reader):
                 yield from (begin + row for row, name in enumerate(ids) if sources.get(name) == source
                             and begin + row >= first)
             begin += info.rows
+
+
+class _Rollouts(_Reader):
+    """Reads rollouts. Their prompts are no documents of a pipeline, so no row is of a source."""
+
+    def row(self, number: int) -> Row:
+        values = rollouts.row_of(self.place, self.manifest, number)
+        tokens, prompt = np.asarray(values["tokens"], np.int64), values["prompt_length"]
+        shown = []
+        for name, start, behind in (("prompt", 0, prompt), ("answer", prompt, len(tokens))):
+            learnt = np.full(behind - start, name != "prompt")
+            shown.append(Segment(name, values["prompt_id"], None, start, behind - start, start,
+                                 self.parts(tokens[start:behind], learnt)))
+        return Row(number, values["id"], len(tokens), len(tokens), True, tuple(shown))
+
+    def of_source(self, first: int, source: str) -> Iterator[int]:
+        return iter(())
+
+
+_READERS: dict[str, type[_Reader]] = {PACKED: _Packed, PREFERENCES: _Pairs, ROLLOUTS: _Rollouts}

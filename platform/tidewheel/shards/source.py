@@ -382,4 +382,5 @@ def _merged(parts: Sequence[Rows], order: np.ndarray) -> Rows:
                               np.concatenate([rows.log_probabilities for rows in of_teacher])[order])
     return Rows(joined("tokens"), joined("lengths"), joined("segment_ids"), joined("positions"),
                 [ids[index] for index in order.tolist()], joined_if_read("loss_mask"), parts[0].parts,
-                joined_if_read("reference"), teacher, joined_if_read("margins"))
+                joined_if_read("reference"), teacher, joined_if_read("margins"), joined_if_read("sampled"),
+                joined_if_read("referred"), joined_if_read("advantages"))

@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 
 from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards import preferences
-from tidewheel.shards.manifest import PACKED, Manifest, ShardInfo, read_manifest
+from tidewheel.shards import preferences, rollouts
+from tidewheel.shards.manifest import PACKED, ROLLOUTS, Manifest, ShardInfo, read_manifest
 from tidewheel.shards.reader import Shard, ShardSet
 
 SHOWN = 20
@@ -21,8 +21,8 @@ SHOWN = 20
 def verify(uri: str) -> list[str]:
     """Read the whole set and return a line for each problem, [] if it is intact.
 
-    This checks hashes, lengths, rows, columns, segments, padding, loss masks, pairs, and that every token is in the
-    vocabulary.
+    This checks hashes, lengths, rows, columns, segments, padding, loss masks, pairs, rollouts, and that every token is
+    in the vocabulary.
 
     Raises:
         ShardError: there is no set, or its manifest is damaged.
@@ -41,7 +41,8 @@ def verify(uri: str) -> list[str]:
         if differs:
             in_shard = [differs]
         elif shard_set is None:
-            in_shard = preferences.check_shard(store, info, manifest)
+            kind = rollouts if manifest.kind == ROLLOUTS else preferences
+            in_shard = kind.check_shard(store, info, manifest)
         else:
             in_shard = _contents(shard_set, index, info)
         problems += [f"{info.name}: {problem}" for problem in in_shard]
@@ -107,8 +108,11 @@ def inspect(uri: str, row: int | None = None) -> dict[str, Any]:
     """
     store = storage.store(uri)
     manifest = read_manifest(store)
-    packed = manifest.kind == PACKED
-    look = partial(_row, ShardSet.open(uri)) if packed else partial(preferences.row_of, store, manifest)
+    if manifest.kind == PACKED:
+        look = partial(_row, ShardSet.open(uri))
+    else:
+        kind = rollouts if manifest.kind == ROLLOUTS else preferences
+        look = partial(kind.row_of, store, manifest)
     if row is not None:
         return look(row)
     summary = manifest.canonical()

@@ -34,7 +34,7 @@ from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import TopK
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
-from tidewheel.train.step import MicroBatch
+from tidewheel.train.step import MicroBatch, RolloutColumns
 
 Noise = Callable[[np.ndarray, np.ndarray, int], EmbeddingNoise]
 """From segment ids [B, L], indices of rows in the global batch [B] and the step to the noise of these rows."""
@@ -211,7 +211,23 @@ def joint_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
         targets=targets.to(device), virtual_rank=virtual_rank, num_tokens=int(rows.lengths[part].sum()),
         num_targets=int((targets >= 0).sum()), documents=Documents.of(segment_ids).to(device), parts=rows.parts,
         reference=reference, teacher=teacher,
-        margins=None if rows.margins is None else torch.from_numpy(rows.margins[part]).to(device))
+        margins=None if rows.margins is None else torch.from_numpy(rows.margins[part]).to(device),
+        rollouts=_rollout_columns(rows, part, device))
+
+
+def _rollout_columns(rows: Rows, part: slice, device: torch.device) -> RolloutColumns | None:
+    """Return the columns of rows of rollouts, None for other rows; see `micro_batch`."""
+    if rows.sampled is None or rows.advantages is None:
+        return None
+
+    def of_targets(values: np.ndarray) -> torch.Tensor:
+        """Return the values of tokens at the positions that predict them."""
+        moved = np.zeros_like(values[part])
+        moved[:, :-1] = values[part][:, 1:]
+        return torch.from_numpy(moved).to(device)
+
+    referred = None if rows.referred is None else of_targets(rows.referred)
+    return RolloutColumns(of_targets(rows.sampled), torch.from_numpy(rows.advantages[part].copy()).to(device), referred)
 
 
 class BatchDigest:

@@ -15,6 +15,7 @@ from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.shards.manifest import ROLLOUTS
 from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.callbacks import DEFAULT as CALLBACKS
@@ -26,6 +27,7 @@ from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
 from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.policy.config import RolloutsConfig
 from tidewheel.train.tasks_config import TasksConfig
 
 
@@ -246,6 +248,8 @@ class TrainConfig(Config):
     adapter: adapters.ChosenAdapter | None = None
     """Train an adapter alone, on a model whose own parameters are frozen: settings of the adapter whose name is in
     `kind`."""
+    rollouts: RolloutsConfig | None = None
+    """Reinforcement learning: the run samples its own data, and `data` needs no set."""
     objective: objectives.ChosenObjective = objectives.KIND.build(objectives.DEFAULT)
     """What to minimise: settings of the objective whose name is in `kind`. `loss` is its former name."""
     optimizer: optimizers.ChosenOptimizer = optimizers.KIND.build(optimizers.DEFAULT)
@@ -334,6 +338,8 @@ class TrainConfig(Config):
         if self.evaluation.separate and self.checkpoint.keep_best:
             raise ValueError("checkpoint.keep_best needs the validation loss when a checkpoint is saved, but "
                              "evaluation.separate finds it later; nearest legal choice: evaluation.separate false")
+        if self.rollouts is not None and (problem := self._against_rollouts(self.rollouts)):
+            raise ValueError(problem)
         from tidewheel.train.parallel import legal
 
         if (reason := legal.reason_against(self)) is not None:
@@ -360,6 +366,36 @@ class TrainConfig(Config):
     def base_is_reference(self) -> bool:
         """Whether the frozen base of an adapter is the reference model, and is computed beside the training."""
         return self.objective.needs_reference and self.adapter is not None and not self.data.reference
+
+    def _against_rollouts(self, rollouts: RolloutsConfig) -> str:
+        """Return why the settings do not fit reinforcement learning, "" if they do."""
+        if self.objective.READS != ROLLOUTS:
+            fitting = objectives.where(lambda objective: objective.READS == ROLLOUTS)
+            return (f"rollouts are given, but objective.kind {name_of(type(self.objective))} learns from other data; "
+                    f"nearest legal choice: one of {fitting}")
+        own = storage.join(self.run_uri, ROLLOUTS)  # as `Run.open` sets it
+        if self.data.uri not in ("", own) or self.data.mixture is not None or self.data.validation:
+            return "rollouts are given, and data.uri, data.mixture or data.validation too: leave those out"
+        if self.batch.global_sequences % rollouts.group:
+            whole = max(rollouts.group, self.batch.global_sequences // rollouts.group * rollouts.group)
+            return (f"batch.global_sequences {self.batch.global_sequences} is not a multiple of rollouts.group "
+                    f"{rollouts.group}; nearest legal choice: {whole}")
+        if self.batch.ramp:
+            return "batch.ramp changes the sequences of a step, which rollouts do not; nearest legal choice: no ramp"
+        if self.guards.may_roll_back:
+            return ("a guard's rollback passes over data, which rollouts follow from; nearest legal choice: skip in "
+                    "guards.non_finite and guards.spike")
+        if self.adapter is not None:
+            return "rollouts of a model with an adapter are not supported; leave adapter out"
+        longest = rollouts.sequence_length or self.model.max_sequence_length
+        if rollouts.answer_tokens >= longest:
+            return (f"rollouts.answer_tokens {rollouts.answer_tokens} leaves no room for a prompt in {longest} tokens; "
+                    f"nearest legal choice: {longest // 2}")
+        temperature = getattr(self.objective, "temperature", rollouts.temperature)
+        if temperature != rollouts.temperature:
+            return (f"objective.temperature {temperature:g} is not that of the rollouts, {rollouts.temperature:g}; set "
+                    "both to one value")
+        return ""
 
     def own_parts(self) -> dict[str, Code]:
         """Return where the source of each part outside this package is, by the field that holds the part."""

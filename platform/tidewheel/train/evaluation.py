@@ -14,6 +14,7 @@ import torch
 from tidewheel.shards.manifest import PARTS
 from tidewheel.shards.pairs import PairSet, open_set
 from tidewheel.shards.reader import ShardSet
+from tidewheel.shards.rollouts import RolloutSet
 from tidewheel.shards.tokenizer import of_manifest
 from tidewheel.train.batches import micro_batch
 from tidewheel.train.collectives import Collectives
@@ -87,7 +88,7 @@ class ValidationSet:
 
     name: str
     """Name of its domain; "" for a single set."""
-    shards: ShardSet | PairSet
+    shards: ShardSet | PairSet | RolloutSet
     byte_lengths: torch.Tensor
     """[V] int64 on the training device, see `Encoder.byte_lengths`."""
 

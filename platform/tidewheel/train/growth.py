@@ -23,6 +23,10 @@ from tidewheel.train.storage_wait import StorageWait
 
 POLL_SECONDS = 2.0
 """Between two looks for the next wave; less if collectives have a short time limit."""
+ROLLOUT_POLL_SECONDS = 0.02
+"""The same for rollouts: a step waits for each wave of them."""
+FAILED = "failed.json"
+"""In the set's folder: why its writer has given up, {"error": text, "fix": text}."""
 
 
 class Growth:
@@ -42,7 +46,8 @@ class Growth:
                  control: Control, retry: StorageWait) -> None:
         self._config, self._source, self._collectives = config, source, collectives
         self._record, self._control, self._retry = record, control, retry
-        self._poll = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)
+        poll = POLL_SECONDS if config.rollouts is None else ROLLOUT_POLL_SECONDS
+        self._poll = min(poll, config.guards.collective_timeout_seconds / 4)
         self._since: float | None = None  # start of the present wait
         self._began = 0.0
         self._in_waves = bool(source.manifest.waves or source.manifest.to_come)
@@ -94,6 +99,7 @@ class Growth:
             except StorageAwayError:  # retry, as for a wave that does not exist yet
                 if self._waited() > self._config.data.wait_seconds:
                     raise
+            self._check_writer()
             records = self._seen.records(len(self._known.manifest.waves))
             if records:
                 self._retry(lambda: self._record.take_in(records))
@@ -111,6 +117,15 @@ class Growth:
             manifest = self._known.manifest
             self._event("data_wait", step=step, wave=len(manifest.waves) + 1,
                         waves=len(manifest.waves) + manifest.to_come)
+
+    def _check_writer(self) -> None:
+        """Raise the error that rollouts have ended with."""
+        if self._config.rollouts is None or self._since is None:
+            return
+        folder = store(self._source.domains[0].uri)
+        if folder.exists(FAILED):
+            failure = folder.read_json(FAILED)
+            raise ShardError(f"the rollouts have ended: {failure['error']}", where=folder.uri, fix=failure["fix"])
 
     def _waited(self) -> float:
         return 0.0 if self._since is None else time.monotonic() - self._since

@@ -56,8 +56,13 @@ def cut(rows: Rows, part: slice, length: int) -> Rows:
         split = values[part].reshape(-1, rows.parts, rows.width)[:, :, :length]
         return split.reshape(-1, rows.parts * length)
 
+    def shorter_if_read(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else shorter(values)
+
+    def chosen_if_read(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else values[part]
+
     return Rows(shorter(rows.tokens), rows.lengths[part], shorter(rows.segment_ids), shorter(rows.positions),
-                rows.ids[part], None if rows.loss_mask is None else shorter(rows.loss_mask), rows.parts,
-                None if rows.reference is None else rows.reference[part],
-                None if rows.teacher is None else rows.teacher.cut(part, length),
-                None if rows.margins is None else rows.margins[part])
+                rows.ids[part], shorter_if_read(rows.loss_mask), rows.parts, chosen_if_read(rows.reference),
+                None if rows.teacher is None else rows.teacher.cut(part, length), chosen_if_read(rows.margins),
+                shorter_if_read(rows.sampled), shorter_if_read(rows.referred), chosen_if_read(rows.advantages))

@@ -29,6 +29,7 @@ from tidewheel.train.metrics.own_time import DeviceTime
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.parallel.data_parallel import blocks
+from tidewheel.train.policy.publishing import Publishing
 from tidewheel.train.precision import check_precision, fp32_products
 from tidewheel.train.record import TrainResult
 from tidewheel.train.recording import Recording
@@ -120,6 +121,7 @@ class Loop:
         self._ahead = RunningAhead(training, self._saving, self._evaluating)
         self._recording = Recording(training, self._metrics, self._callbacks)
         self._guarding = Guarding(training, guard, self._resuming, self._metrics, self._callbacks)
+        self._publishing = Publishing(config, training.model, training.record.store)
         self._growth = Growth(config, training.source, training.collectives, training.record, runtime.control,
                               training.retry)
         self._began, self._waited = 0.0, 0.0  # since the last step was recorded
@@ -163,6 +165,7 @@ class Loop:
         training.event(kind, step=progress.step, world_size=runtime.world_size, generation=runtime.generation,
                        redo=max(0, progress.recorded - progress.step),
                        **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
+        self._publish(progress.step)
         self._callbacks.call("on_start", progress.step)
         if extra is None:
             self._evaluating.begin()
@@ -288,6 +291,7 @@ class Loop:
         config, saving, evaluating = self._training.config, self._saving, self._evaluating
         stop, evaluate = bool(asked & STOP), evaluating.is_due(step)
         self._report_commits()
+        self._publish(step)
         saving.keep_if_due(step, asked)
         if evaluate and config.checkpoint.keep_best:  # the checkpoint holds its score
             evaluating.evaluate()
@@ -299,6 +303,15 @@ class Loop:
         evaluating.tasks.evaluate_if_due(step)
         if stop and step < config.steps:
             saving.make_way(step)
+
+    def _publish(self, step: int) -> None:
+        """Publish the policy for rollouts, if the run makes any."""
+        training, publishing = self._training, self._publishing
+        if not publishing.is_due(step):
+            return
+        tensors = publishing.gather()
+        training.retry(lambda: publishing.write(step, tensors))
+        training.timeline.spent("save_stall")
 
     def _report_commits(self) -> None:
         if self._training.leads and (step := self._saving.committed()) >= 0:

@@ -6,15 +6,19 @@ A driver opens the run before it starts any process; each worker process opens i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tidewheel import storage
 from tidewheel.ownership import CHECKPOINTS
-from tidewheel.shards.manifest import Manifest
+from tidewheel.shards.manifest import ROLLOUTS, Manifest
 from tidewheel.shards.source import Source
 from tidewheel.storage import Store
 from tidewheel.train import checks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.record import TrainResult, read_result
+
+ROLLOUT_SECONDS = 3600.0
+"""Default of `data.wait_seconds` where the run makes its own rollouts."""
 
 
 class Run:
@@ -104,4 +108,10 @@ def with_absolute_uris(config: TrainConfig) -> TrainConfig:
     run = config.run.model_copy(update={"uri": absolute(config.run.uri)})
     answers = config.evaluation.answers.model_copy(update={"prompts": absolute(config.evaluation.answers.prompts)})
     evaluation = config.evaluation.model_copy(update={"answers": answers})
-    return config.model_copy(update={"run": run, "data": data, "evaluation": evaluation})
+    changes: dict[str, Any] = {"run": run, "data": data, "evaluation": evaluation}
+    if config.rollouts is not None:
+        folder = storage.join(run.uri, run.id, ROLLOUTS)
+        changes["data"] = data.model_copy(update={"uri": folder, "wait_seconds": data.wait_seconds or ROLLOUT_SECONDS})
+        changes["rollouts"] = config.rollouts.model_copy(update={
+            "prompts": absolute(config.rollouts.prompts), "tokenizer": absolute(config.rollouts.tokenizer)})
+    return config.model_copy(update=changes)

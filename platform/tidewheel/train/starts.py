@@ -47,7 +47,7 @@ REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
 """Further settings that a run in reproducible mode must not change."""
 SILENT = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "run_ahead", "memory", "metrics",
           "profile", "logs", "callbacks", "data.uri", "data.reference", "data.teacher", "data.cache", "data.prefetch",
-          "data.validation", "data.wait_seconds")
+          "data.validation", "data.wait_seconds", "rollouts.generators")
 """Settings that do not change what a step computes. A change of them is recorded and not reported."""
 
 

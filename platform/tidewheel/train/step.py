@@ -34,6 +34,18 @@ above the bits of rank 0's requests."""
 
 
 @dataclass(frozen=True)
+class RolloutColumns:
+    """What rows of rollouts have besides their tokens; values stand where the token is a target."""
+
+    sampled: torch.Tensor
+    """fp32 [B, L]: log-probability of each target under the policy that sampled it; 0 where there is no target."""
+    advantages: torch.Tensor
+    """fp32 [B]."""
+    referred: torch.Tensor | None = None
+    """fp32 [B, L]: log-probability of each target under the reference model; None: not known."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Rows of one forward and backward pass; the first four tensors are [B, L]."""
 
@@ -66,6 +78,8 @@ class MicroBatch:
     """What `Objective.first` has found over the global batch."""
     teacher: TopK | Outputs | None = None
     """What a teacher says of the rows: its most likely tokens (`shards.teachers`), or its outputs."""
+    rollouts: RolloutColumns | None = None
+    """Of a set of rollouts."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def planned(weights: str) -> Job:
         "objective": {"kind": "distillation", "teacher": "run", "teacher_weights": weights}})
     larger = families.KIND.build(families.DEFAULT, {"preset": "8b"})
     teacher = Job(teacher_config(config, larger.shape()), 128_256, 2048)
-    return Job(config, 128_256, 2048, teacher)
+    return Job(config, 128_256, 2048, teacher=teacher)
 
 
 def layout(data: str, ranks: int) -> Layout:

@@ -7,13 +7,21 @@ from typing import Annotated
 
 from tidewheel.parts import Chosen, Kind
 from tidewheel.train.objective import Objective
+from tidewheel.train.objectives.cispo import CISPO as CISPO
 from tidewheel.train.objectives.cpo import CPO as CPO
+from tidewheel.train.objectives.dapo import DAPO as DAPO
 from tidewheel.train.objectives.distillation import Distillation as Distillation
 from tidewheel.train.objectives.dpo import DPO as DPO
+from tidewheel.train.objectives.dr_grpo import DrGRPO as DrGRPO
+from tidewheel.train.objectives.grpo import GRPO as GRPO
+from tidewheel.train.objectives.gspo import GSPO as GSPO
 from tidewheel.train.objectives.kto import KTO as KTO
 from tidewheel.train.objectives.next_token import NextToken as NextToken
 from tidewheel.train.objectives.orpo import ORPO as ORPO
+from tidewheel.train.objectives.reinforce import Reinforce as Reinforce
 from tidewheel.train.objectives.reward_model import RewardModel as RewardModel
+from tidewheel.train.objectives.rloo import RLOO as RLOO
+from tidewheel.train.objectives.sapo import SAPO as SAPO
 from tidewheel.train.objectives.simpo import SimPO as SimPO
 
 KIND = Kind("objective", Objective, __name__, "tidewheel.objectives")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,32 +71,47 @@ def token_log_probabilities(outputs: Outputs, targets: torch.Tensor, chunk_token
                             known: int | None = None) -> torch.Tensor:
     """Return log p of each target, fp32 [B, L]; 0 where there is none.
 
-    Without sequence parallelism only positions with a target need logits, and a chunk is of any tokens. With it, a rank
-    has some positions of each row, so a chunk is of whole rows.
-
     Args:
         outputs: the model's.
         targets: int64 [B, L].
         chunk_tokens: tokens of a chunk; 0: all at once.
         known: number of targets that are not `IGNORED`; None: it is not known on the host.
     """
+    return in_chunks(_log_probabilities, outputs, targets, chunk_tokens, known)
+
+
+def in_chunks(of_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], outputs: Outputs, targets: torch.Tensor,
+              chunk_tokens: int, known: int | None = None, trailing: tuple[int, ...] = ()) -> torch.Tensor:
+    """Return a function of each target and its logits, [B, L, *trailing]; 0 where there is no target.
+
+    Without sequence parallelism only positions with a target need logits, and a chunk is of any tokens. With it, a rank
+    has some positions of each row, so a chunk is of whole rows.
+
+    Args:
+        of_logits: from logits [..., V] and targets [...] to [..., *trailing], 0 where the target is `IGNORED`.
+        outputs: the model's.
+        targets: int64 [B, L].
+        chunk_tokens: tokens of a chunk; 0: all at once.
+        known: number of targets that are not `IGNORED`; None: it is not known on the host.
+        trailing: shape of the function's result for one target.
+    """
     rows, length = targets.shape
     if isinstance(outputs.hidden, DTensor) or outputs.hidden.shape[1] != length:
         size = max(1, chunk_tokens // length) if chunk_tokens else rows
-        parts = chunked(lambda x, of: _log_probabilities(outputs.make_logits(x), of), size, outputs.hidden, targets)
-        return torch.cat(parts)
+        return torch.cat(chunked(lambda x, of: of_logits(outputs.make_logits(x), of), size, outputs.hidden, targets))
     flat = targets.flatten()
     hidden = outputs.hidden.flatten(0, 1)
     size = chunk_tokens or len(flat)
 
     def of_tokens(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        return _log_probabilities(outputs.make_logits(x[None])[0], of)
+        return of_logits(outputs.make_logits(x[None])[0], of)
 
     if known is None:
-        return torch.cat(chunked(of_tokens, size, hidden, flat)).view(rows, length)
+        return torch.cat(chunked(of_tokens, size, hidden, flat)).view(rows, length, *trailing)
     index = with_target(flat, known)
     values = torch.cat(chunked(of_tokens, size, hidden[index], flat[index]))
-    return torch.zeros(len(flat), device=values.device).index_copy(0, index, values).view(rows, length)
+    empty = torch.zeros(len(flat), *trailing, device=values.device)
+    return empty.index_copy(0, index, values).view(rows, length, *trailing)
 
 
 def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -128,11 +128,11 @@ def compare(row: Row) -> Compared:
     if row.margins:
         batch = replace(batch, margins=torch.tensor(row.margins))
     theirs, metrics = _TRL[row.family](row, model, reference, batch)
-    their_gradient = _gradient(model, theirs)
-    ours = objective.sums(_outputs(model, batch), batch)
+    their_gradient = gradient(model, theirs)
+    ours = objective.sums(outputs_of(model, batch), batch)
     count = objective.count(batch)
     our_loss = ours.loss / count
-    our_gradient = _gradient(model, our_loss)
+    our_gradient = gradient(model, our_loss)
     # a margin is a difference of rewards, and a reward beta times one of log-probabilities: fp32 rounds the operands
     scale = max(abs(metrics[their]) for their in row.metrics.values())
     if batch.reference is not None:
@@ -144,11 +144,17 @@ def compare(row: Row) -> Compared:
                     {our: metrics[their] for our, their in row.metrics.items()})
 
 
-def _gradient(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+def gradient(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of all parameters as one vector, fp64."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     return torch.cat(gradients).double()
+
+
+def causal_model(seed: int) -> Any:
+    """Return a Llama of two layers with random weights."""
+    return _model(seed, False)
 
 
 def _model(seed: int, scores: bool) -> Any:
@@ -168,7 +174,8 @@ def _model(seed: int, scores: bool) -> Any:
     return model.train()
 
 
-def _outputs(model: Any, batch: MicroBatch) -> Outputs:
+def outputs_of(model: Any, batch: MicroBatch) -> Outputs:
+    """Return the outputs of one of transformers' models, as an objective takes them."""
     mask = (batch.segment_ids >= 0).long()
     hidden = model.model(input_ids=batch.tokens, attention_mask=mask).last_hidden_state
     return Outputs(hidden, model.score if hasattr(model, "score") else model.lm_head)
@@ -186,12 +193,12 @@ def _rows(objective: Objective, pairs: list[Pair], model: Any, reference: Any) -
     if not objective.needs_reference:
         return batch
     with torch.no_grad():
-        batch = replace(batch, reference=answers(_outputs(reference, batch), batch, 0).sums)
+        batch = replace(batch, reference=answers(outputs_of(reference, batch), batch, 0).sums)
         if batch.mismatched is None:
             return batch
         other = batch.mismatched
-        other = replace(other, reference=answers(_outputs(reference, other), other, 0).sums)
-        whole = objective.first(_outputs(model, other), other) / objective.count(batch)
+        other = replace(other, reference=answers(outputs_of(reference, other), other, 0).sums)
+        whole = objective.first(outputs_of(model, other), other) / objective.count(batch)
         return replace(batch, mismatched=other, whole=whole)
 
 
@@ -205,7 +212,8 @@ def _fields(batch: MicroBatch, parts: tuple[int, ...]) -> dict[str, torch.Tensor
     return {"input_ids": tokens[rows], "attention_mask": mask[rows], "completion_mask": answer[rows]}
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
+    """Return a tokenizer of transformers with a word for each token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -228,7 +236,7 @@ def _trainer(trainer: Any, config: Any, row: Row, columns: Callable[[str, str, s
                               for prompt, chosen, rejected in row.pairs[1]])
     built = trainer(args=config(output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, bf16=False,
                                 per_device_train_batch_size=4, gradient_checkpointing=False, **settings, **row.trl),
-                    train_dataset=data, processing_class=_tokenizer(), **arguments)
+                    train_dataset=data, processing_class=tokenizer(), **arguments)
     return built, dict(built.data_collator([built.train_dataset[index] for index in range(4)]))
 
 

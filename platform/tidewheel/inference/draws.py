@@ -1,0 +1,53 @@
+"""Random numbers that are functions of a key, so that a sampled token depends on nothing that was drawn before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HIGH = np.uint64(32)
+_ROUNDS = 10
+
+
+def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Return Philox4x32-10 of each counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+
+    Args:
+        counters: uint32 [n, 4].
+        key: two numbers below 2^32.
+
+    Returns:
+        uint32 [n, 4].
+    """
+    words = [counters[:, index].astype(np.uint64) for index in range(4)]
+    first, second = key
+    for _ in range(_ROUNDS):
+        products = (words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1])
+        words = [(products[1] >> _HIGH) ^ words[1] ^ np.uint64(first), products[1] & _LOW,
+                 (products[0] >> _HIGH) ^ words[3] ^ np.uint64(second), products[0] & _LOW]
+        first = (first + _WEYL[0]) & 0xFFFFFFFF
+        second = (second + _WEYL[1]) & 0xFFFFFFFF
+    return np.stack(words, axis=1).astype(np.uint32)
+
+
+def uniforms(key: int, stream: int, samples: Sequence[int], position: int) -> np.ndarray:
+    """Return a number in (0, 1) for each sample, fp64 [n], with 53 random bits.
+
+    Args:
+        key: below 2^64, as the hash of a run.
+        stream: below 2^64, as the hash of a prompt and of what else tells its groups apart.
+        samples: index of each sample in its group, below 2^32.
+        position: of the token, below 2^32.
+    """
+    counters = np.empty((len(samples), 4), dtype=np.uint32)
+    counters[:, 0] = samples
+    counters[:, 1] = position
+    counters[:, 2] = stream & 0xFFFFFFFF
+    counters[:, 3] = stream >> 32
+    words = philox(counters, (key & 0xFFFFFFFF, key >> 32)).astype(np.uint64)
+    bits = (words[:, 0] << np.uint64(21)) ^ (words[:, 1] >> np.uint64(11))
+    return (bits.astype(np.float64) + 0.5) / 2.0 ** 53

@@ -1,0 +1,131 @@
+"""Audit a run's rollouts: every prompt was admitted or dropped by name, once, and every group is whole.
+
+What a step should have is computed from the prompts, the settings and the ledger; what it had is read from its shard.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tidewheel import storage
+from tidewheel.errors import StorageError
+from tidewheel.post import ledger
+from tidewheel.post.advantages import advantages
+from tidewheel.post.ledger import StepEntry
+from tidewheel.post.prompts import Prompts, read_prompts
+from tidewheel.shards import growing
+from tidewheel.shards.manifest import ROLLOUTS, Manifest
+from tidewheel.shards.rollouts import RolloutShard, read_shard
+from tidewheel.shards.tokenizer import of_manifest
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.policy.config import RolloutsConfig
+from tidewheel.train.run import with_absolute_uris
+
+SHOWN = 20
+"""Mismatches listed one by one; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class RolloutAudit:
+    """Result of an audit; `ok` if nothing was lost, doubled or mixed up."""
+
+    steps: int
+    """Steps with rollouts."""
+    admitted: int
+    """Groups that steps train on."""
+    dropped: Counter[str]
+    """Groups dropped, by reason."""
+    epochs: float
+    """Passes over the prompts."""
+    mismatches: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no mismatch."""
+        return not self.mismatches
+
+    def summary(self) -> str:
+        """Return a summary of a few lines."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
+        head = (f"rollouts of {self.steps} steps: {self.admitted} groups admitted ({self.epochs:.2f} epochs of the "
+                f"prompts), dropped: {reasons}")
+        if self.ok:
+            return f"{head}\nevery prompt was admitted or dropped by name once, and every group is whole"
+        listed = [f"- {line}" for line in self.mismatches[:SHOWN]]
+        more = len(self.mismatches) - SHOWN
+        return "\n".join([head, f"{len(self.mismatches)} mismatches:", *listed, *([f"- and {more} more"] * (more > 0))])
+
+
+def audit_rollouts(run_uri: str) -> RolloutAudit | None:
+    """Audit the rollouts of a run; None if it makes none.
+
+    Raises:
+        StorageError: the run does not exist.
+        InputError: the prompts are gone.
+        ShardError: a file of the rollouts is missing or damaged.
+    """
+    run = storage.store(run_uri)
+    if not run.exists("run.json"):
+        raise StorageError("no run.json", where=run_uri, fix="give the folder of a run, such as runs/<id>")
+    values: dict[str, Any] = run.read_json("run.json")["config"]
+    if not values.get("rollouts"):
+        return None
+    config = with_absolute_uris(TrainConfig.model_validate({**values, "data": {}}))
+    rollouts = config.rollouts
+    assert rollouts is not None
+    folder = run.child(ROLLOUTS)
+    manifest = growing.read_set(folder)
+    encoder = of_manifest(folder, manifest.tokenizer)
+    prompts = read_prompts(rollouts.prompts, encoder, room=manifest.sequence_length - rollouts.answer_tokens,
+                           seed=rollouts.seed, special_tokens=rollouts.special_tokens)
+    mismatches = [] if prompts.hash == manifest.recipe_hash else ["the prompts have changed since the run began"]
+    first, admitted, dropped = 0, 0, Counter[str]()
+    for step, info in enumerate(manifest.shards, start=1):
+        entry = ledger.read(folder, step)
+        mismatches += [f"step {step}: {line}" for line in _entry(entry, first, info.name, rollouts.version_for(step))]
+        shard = read_shard(folder, info, manifest)
+        mismatches += [f"step {step}: {line}" for line in _groups(entry, shard, prompts, rollouts, manifest)]
+        first, admitted = entry.next, admitted + len(entry.admitted)
+        dropped += entry.reasons()
+    return RolloutAudit(len(manifest.shards), admitted, dropped, first / len(prompts.prompts), tuple(mismatches))
+
+
+def _entry(entry: StepEntry, first: int, shard: str, version: int) -> Iterator[str]:
+    """Yield what is wrong with a step's entry in the ledger."""
+    if entry.first != first:
+        yield f"it begins at position {entry.first} of the prompts, the step before ended before {first}"
+    taken = sorted([*entry.admitted, *(group.position for group in entry.dropped)])
+    if taken != list(range(entry.first, entry.next)):
+        yield "a position of the prompts is neither admitted nor dropped, or both"
+    if entry.shard != shard:
+        yield f"the ledger belongs to the shard {entry.shard}, but the wave has {shard}"
+    if entry.version != version:
+        yield f"it was sampled by the policy of step {entry.version}, planned was {version}"
+
+
+def _groups(entry: StepEntry, shard: RolloutShard, prompts: Prompts, rollouts: RolloutsConfig,
+            manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong with the groups of a step."""
+    size = rollouts.group
+    names, samples = shard.batch.column("prompt_id").to_pylist(), shard.batch.column("sample").to_pylist()
+    if len(names) != size * len(entry.admitted):
+        yield f"{len(names)} rollouts, but {len(entry.admitted)} groups of {size} were admitted"
+        return
+    for index, position in enumerate(entry.admitted):
+        prompt, rows = prompts.at(position), range(index * size, (index + 1) * size)
+        if any(names[row] != prompt.id for row in rows) or [samples[row] for row in rows] != list(range(size)):
+            yield f"the group of the prompt {prompt.id!r} is not whole"
+        for row in rows:
+            begin = shard.tokens[1][row]
+            if shard.tokens[0][begin:begin + len(prompt.tokens)].tolist() != list(prompt.tokens):
+                yield f"a rollout of {prompt.id!r} begins with another prompt"
+    if np.any(shard.versions[0] != entry.version):
+        yield "a token was sampled by another version of the policy than the ledger says"
+    planned = advantages(shard.rewards.astype(np.float64).reshape(-1, size).tolist(), rollouts.advantage)
+    if not np.allclose(np.array(planned).ravel(), shard.advantages, rtol=1e-4, atol=1e-5):
+        yield "the advantages do not follow from the rewards"

@@ -1,0 +1,125 @@
+"""Read the versions of the policy that training publishes (`train.policy.publishing`)."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+
+import safetensors
+import safetensors.torch
+import torch
+
+from tidewheel.errors import CheckpointError, StorageError
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.family import Model
+from tidewheel.shards.manifest import Fields
+from tidewheel.storage import Stamp, Store, content_hash
+from tidewheel.train.policy.publishing import FOLDER, FORMAT, head_key
+
+_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_HASH = re.compile(r"blake3-[0-9a-f]{64}")
+REMAKE = "start the run again: training publishes the version again"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A published version of the policy."""
+
+    number: int
+    """The step after which it was published."""
+    files: tuple[Stamp, ...]
+    """One for each stage of a pipeline; keys in the run's folder."""
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of the weights."""
+        return content_hash("\n".join(file.hash for file in self.files).encode())
+
+
+def published(run: Store, number: int, stages: int) -> Version | None:
+    """Return a version if all its stages are published, None if not.
+
+    Args:
+        run: the run's folder.
+        number: of the version.
+        stages: of the pipeline; 1 without one.
+
+    Raises:
+        CheckpointError: a head is damaged.
+    """
+    files = []
+    for stage in range(stages):
+        key = head_key(number, stage, stages)
+        try:
+            fields = Fields(run.read_json(key), run.at(key))
+        except FileNotFoundError:
+            return None
+        except StorageError as error:
+            raise CheckpointError(error.what, where=run.at(key), fix=REMAKE) from None
+        fields.one_of("format", (FORMAT,))
+        fields.one_of("version", (number,))
+        name = fields.matching("file", _NAME)
+        files.append(Stamp(f"{FOLDER}/{name}", fields.number("bytes", at_least=1), fields.matching("hash", _HASH)))
+    return Version(number, tuple(files))
+
+
+def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: threading.Event) -> Version | None:
+    """Wait until a version is published; return None if `ended` is set before.
+
+    Args:
+        run: the run's folder.
+        number: of the version.
+        stages: see `published`.
+        poll: seconds between two looks.
+        ended: ends the wait.
+    """
+    while not ended.is_set():
+        found = published(run, number, stages)
+        if found is not None:
+            return found
+        ended.wait(poll)
+    return None
+
+
+def load(run: Store, version: Version, model: Decoder) -> None:
+    """Put a version's weights into a decoder, having checked the hash of every file.
+
+    Args:
+        run: the run's folder.
+        version: to load.
+        model: of the run's model.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or of another model.
+    """
+    values: dict[str, torch.Tensor] = {}
+    for file in version.files:
+        try:
+            data = run.read(file.key)
+        except FileNotFoundError:
+            raise CheckpointError("the weights of this version are missing", where=run.at(file.key), fix=REMAKE
+                                  ) from None
+        if content_hash(data) != file.hash:
+            raise CheckpointError("hash differs: the weights have changed", where=run.at(file.key), fix=REMAKE)
+        try:
+            values |= safetensors.torch.load(data)
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"no weights: {error}", where=run.at(file.key), fix=REMAKE) from None
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if own != {name: tuple(value.shape) for name, value in values.items()}:
+        raise CheckpointError("the weights are of another model than the run's", where=run.at(version.files[0].key),
+                              fix="start a new run with another run.id")
+    model.load_state_dict(values)
+
+
+def empty(config: Model, vocabulary_size: int, device: torch.device | str = "cpu") -> Decoder:
+    """Return a decoder whose weights `load` will set.
+
+    Args:
+        config: the run's model.
+        vocabulary_size: rows of the embedding.
+        device: of the weights.
+    """
+    with torch.device(device):
+        return Decoder(config, vocabulary_size).requires_grad_(False)

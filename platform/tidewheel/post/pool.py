@@ -1,0 +1,261 @@
+"""Pools of generators: they run jobs, and run a job again when the process that had it is gone.
+
+A result follows from its job alone, so it does not matter which process makes it, or how often. `LocalPool` has
+processes on this machine, `RayPool` actors on a cluster, which nodes may join and leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol
+
+from tidewheel.post.groups import Group, Job
+from tidewheel.train.policy.config import GeneratorsConfig
+
+logger = logging.getLogger(__name__)
+OnEvent = Callable[..., None]
+LOST = "lost"
+"""Reason of a group that has ended too many processes."""
+
+
+class Pool(Protocol):
+    """Runs jobs."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job. It returns at once."""
+        ...
+
+    def next(self, seconds: float) -> Group | None:
+        """Return a group that is done, in any order; None if none is after `seconds`.
+
+        Raises:
+            Exception: an error of the generator that another process would meet too.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+def lost(job: Job, tries: int) -> Group:
+    """Return the group of a job that is given up.
+
+    Args:
+        job: the job.
+        tries: how often it was begun.
+    """
+    return Group(job.position, job.prompt.id, job.version.number, failure=LOST,
+                 detail=f"{tries} processes ended with it")
+
+
+_arguments: tuple[Any, ...] = ()
+"""Of a process of `LocalPool`."""
+
+
+def _begin(arguments: tuple[Any, ...]) -> None:
+    global _arguments
+    _arguments = arguments
+
+
+@functools.cache
+def _generator() -> Any:
+    from tidewheel.post.generator import Generator
+
+    return Generator(*_arguments)
+
+
+def _make(job: Job) -> Group:
+    return _generator().make(job)  # an error of its start is the job's, where it is told
+
+
+class LocalPool:
+    """Processes on this machine.
+
+    Args:
+        arguments: of `Generator`.
+        settings: number of processes, and tries.
+        on_event: told of lost processes: `on_event(kind, **detail)`.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], settings: GeneratorsConfig, on_event: OnEvent) -> None:
+        self._arguments, self._settings, self._on_event = arguments, settings, on_event
+        self._executor = self._started()
+        self._jobs: dict[Future[Group], tuple[Job, int]] = {}
+        self._given_up: deque[Group] = deque()
+
+    def _started(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._settings.processes, multiprocessing.get_context("spawn"), _begin,
+                                   (self._arguments,))
+
+    def submit(self, job: Job) -> None:
+        """See `Pool`."""
+        self._submit(job, 1)
+
+    def _submit(self, job: Job, tries: int) -> None:
+        try:
+            future = self._executor.submit(_make, job)
+        except BrokenProcessPool:  # found before its jobs told so
+            self._restart()
+            future = self._executor.submit(_make, job)
+        self._jobs[future] = (job, tries)
+
+    def next(self, seconds: float) -> Group | None:
+        """See `Pool`."""
+        if self._given_up:
+            return self._given_up.popleft()
+        done, _ = wait(self._jobs, timeout=seconds, return_when=FIRST_COMPLETED)
+        for future in done:
+            if isinstance(future.exception(), BrokenProcessPool):
+                self._restart()
+                return self._given_up.popleft() if self._given_up else None
+            del self._jobs[future]
+            return future.result()
+        return None
+
+    def _restart(self) -> None:
+        """Start new processes in the place of a broken pool's, and give them its jobs."""
+        before, self._jobs = self._jobs, {}
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor = self._started()
+        self._on_event("generator_lost", jobs=len(before))
+        for future, (job, tries) in before.items():
+            finished = future.done() and not future.cancelled() and future.exception() is None
+            if finished:
+                self._given_up.append(future.result())
+            elif tries >= self._settings.most_tries:
+                self._given_up.append(lost(job, tries))
+            else:
+                self._submit(job, tries + 1)
+
+    def close(self) -> None:
+        """See `Pool`."""
+        processes = list((self._executor._processes or {}).values())
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+class RayPool:
+    """Actors on a cluster, each with a lease for one job at a time.
+
+    Args:
+        arguments: of `Generator`.
+        settings: number of actors, resources, leases and tries.
+        on_event: told of lost actors: `on_event(kind, **detail)`.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], settings: GeneratorsConfig, on_event: OnEvent) -> None:
+        import ray
+
+        from tidewheel.post.generator import Generator
+
+        self._arguments, self._settings, self._on_event = arguments, settings, on_event
+        options: dict[str, Any] = {"num_cpus": settings.cpus, "num_gpus": settings.gpus, "max_restarts": 0}
+        if settings.placement.selector:
+            options["label_selector"] = settings.placement.selector
+        remote: Any = ray.remote(Generator)
+        self._actor_class = remote.options(**options)
+        self._waiting: deque[tuple[Job, int]] = deque()
+        self._starting: dict[Any, Any] = {}  # the object that tells that an actor is ready, and the actor
+        self._idle: list[Any] = []
+        self._leases: dict[Any, tuple[Any, Job, int, float]] = {}
+        self._given_up: deque[Group] = deque()
+        self._failed_starts = 0
+
+    def submit(self, job: Job) -> None:
+        """See `Pool`."""
+        self._waiting.append((job, 1))
+
+    def next(self, seconds: float) -> Group | None:
+        """See `Pool`."""
+        import ray
+
+        self._fill()
+        self._lease()
+        if self._given_up:
+            return self._given_up.popleft()
+        pending = [*self._starting, *self._leases]
+        done, _ = ray.wait(pending, num_returns=1, timeout=seconds)
+        self._end_leases()
+        for reference in done:
+            if reference in self._starting:
+                self._started(reference)
+            elif reference in self._leases:
+                return self._returned(reference)
+        return None
+
+    def _fill(self) -> None:
+        """Ask for actors until there are as many as configured; those that find no room wait for a node."""
+        device = "cuda" if self._settings.gpus else "cpu"
+        while len(self._starting) + len(self._idle) + len(self._leases) < self._settings.processes:
+            actor = self._actor_class.remote(*self._arguments, device)
+            self._starting[actor.__ray_ready__.remote()] = actor
+
+    def _lease(self) -> None:
+        while self._waiting and self._idle:
+            (job, tries), actor = self._waiting.popleft(), self._idle.pop()
+            self._leases[actor.make.remote(job)] = (actor, job, tries, time.monotonic())
+
+    def _started(self, reference: Any) -> None:
+        import ray
+
+        actor = self._starting.pop(reference)
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Exception):  # its constructor failed: so would the next
+                raise cause from error
+            self._on_event("generator_lost", jobs=0)
+            return
+        self._idle.append(actor)
+
+    def _returned(self, reference: Any) -> Group | None:
+        import ray
+
+        actor, job, tries, _ = self._leases.pop(reference)
+        try:
+            group: Group = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from error
+        except ray.exceptions.RayError:  # the actor or its node is gone
+            self._again(job, tries)
+            return None
+        self._idle.append(actor)
+        return group
+
+    def _again(self, job: Job, tries: int) -> None:
+        self._on_event("generator_lost", jobs=1, position=job.position, prompt=job.prompt.id)
+        if tries >= self._settings.most_tries:
+            self._given_up.append(lost(job, tries))
+        else:
+            self._waiting.appendleft((job, tries + 1))
+
+    def _end_leases(self) -> None:
+        """End actors whose lease is over: they hang, or their node is gone without a sign."""
+        import ray
+
+        now = time.monotonic()
+        for reference, (actor, job, tries, since) in list(self._leases.items()):
+            if now - since > self._settings.lease_seconds:
+                del self._leases[reference]
+                ray.kill(actor)
+                self._again(job, tries)
+
+    def close(self) -> None:
+        """See `Pool`."""
+        import ray
+
+        for actor in (*self._starting.values(), *self._idle, *(lease[0] for lease in self._leases.values())):
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)

@@ -1,0 +1,90 @@
+"""Read a step's rollouts as texts, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidewheel import storage
+from tidewheel.errors import ShardError
+from tidewheel.post import ledger
+from tidewheel.post.ledger import StepEntry
+from tidewheel.shards import growing
+from tidewheel.shards.manifest import ROLLOUTS
+from tidewheel.shards.rollouts import read_shard
+from tidewheel.shards.tokenizer import Encoder, of_manifest
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One answer. Texts come from a model: escape them before showing them."""
+
+    sample: int
+    reward: float
+    advantage: float
+    text: str
+    pieces: tuple[tuple[str, float], ...]
+    """Each token as text, with its log-probability when it was sampled."""
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """The answers to one prompt."""
+
+    prompt_id: str
+    prompt: str
+    answers: tuple[Sampled, ...]
+
+    @property
+    def reward(self) -> float:
+        """Return the mean reward."""
+        return sum(answer.reward for answer in self.answers) / len(self.answers)
+
+
+def step_rollouts(run_uri: str, step: int = 0) -> tuple[StepEntry, list[SampledGroup]]:
+    """Return the groups that a step trains on.
+
+    Args:
+        run_uri: the run's folder.
+        step: the step; 0: the newest one with rollouts.
+
+    Raises:
+        ShardError: the run has no rollouts, or none for this step.
+    """
+    folder = storage.store(run_uri).child(ROLLOUTS)
+    if not folder.exists(growing.GROWING):
+        raise ShardError("this run makes no rollouts", where=run_uri, fix="give a run whose settings have `rollouts`")
+    manifest = growing.read_set(folder)
+    last = len(manifest.shards)
+    step = step or last
+    if not 1 <= step <= last:
+        raise ShardError(f"there are no rollouts of step {step}", where=folder.uri,
+                         fix=f"give a step from 1 to {last}" if last else "wait for the first step")
+    encoder = of_manifest(folder, manifest.tokenizer)
+    rows = read_shard(folder, manifest.shards[step - 1], manifest).batch.to_pylist()
+    groups: dict[str, list[Sampled]] = {}
+    prompts: dict[str, str] = {}
+    for row in rows:
+        prompt, answer = row["tokens"][:row["prompt_length"]], row["tokens"][row["prompt_length"]:]
+        prompts[row["prompt_id"]] = _text(encoder, prompt)
+        pieces = tuple((_text(encoder, [token]), value) for token, value in zip(answer, row["log_probabilities"]))
+        groups.setdefault(row["prompt_id"], []).append(
+            Sampled(row["sample"], row["reward"], row["advantage"], _text(encoder, answer), pieces))
+    return ledger.read(folder, step), [SampledGroup(name, prompts[name], tuple(answers))
+                                       for name, answers in groups.items()]
+
+
+def _text(encoder: Encoder, tokens: list[int]) -> str:
+    """Return the text of tokens, with the names of special ones."""
+    names = {number: name for name, number in encoder.special.items()}
+    parts: list[str] = []
+    plain: list[int] = []
+    for token in [*tokens, -1]:
+        if token in names or token == -1:
+            parts.append(encoder.decode(np.array([value for value in plain if value < encoder.vocabulary_size])))
+            plain = []
+            parts.append(names.get(token, ""))
+        else:
+            plain.append(token)
+    return "".join(parts)

@@ -1,0 +1,17 @@
+"""REINFORCE++: the clipped loss with advantages that are normalised over the whole step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tidewheel.train.policy.objective import SURROGATE, PolicyObjective
+from tidewheel.versions import Version
+
+
+class Reinforce(PolicyObjective):
+    """REINFORCE++ (https://arxiv.org/abs/2501.03262): PPO's clipped loss with a mean over all tokens. Its advantages
+    are normalised over the step instead of the group: `rollouts.advantage: batch`."""
+
+    VERSION = Version("objective_reinforce", uses=(SURROGATE,))
+
+    average: Literal["sequences", "tokens", "constant"] = "tokens"

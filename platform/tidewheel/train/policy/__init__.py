@@ -1,0 +1,1 @@
+"""Objectives of reinforcement learning: policy gradients over rollouts."""

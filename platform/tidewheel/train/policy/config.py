@@ -1,0 +1,97 @@
+"""Configuration of rollouts, with which a run makes its own training data. Nothing here imports torch or ray."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from tidewheel import rewards
+from tidewheel.config import Config
+from tidewheel.parts import Chosen
+from tidewheel.placement import PlacementConfig
+from tidewheel.rewards.scoring.base import Reward
+
+ChosenReward = Annotated[Reward, Chosen(rewards.KIND)]
+
+
+class GeneratorsConfig(Config):
+    """Processes that sample and judge rollouts."""
+
+    processes: int = Field(default=1, ge=1, le=4096)
+    """Number of processes; fewer run while the cluster has less room."""
+    cpus: float = Field(default=1.0, gt=0)
+    """CPUs reserved for, and threads used by, each."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs reserved for each; 0: sample on the CPU."""
+    lease_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """A process that has not returned a group after this time is ended, and the group is sampled again elsewhere."""
+    most_tries: int = Field(default=3, ge=1)
+    """A group that has ended this many processes, or used up their leases, is dropped."""
+    placement: PlacementConfig = PlacementConfig()
+    """Nodes that they run on, spot nodes for example."""
+
+
+class RolloutsConfig(Config):
+    """Prompts, sampling, rewards and schedule of reinforcement learning.
+
+    The rollouts of step n come from the policy after step n - 1 - `look_ahead`. Which prompts a step has follows from
+    their order and the rewards alone, so the data of a run are the same for any number of processes and any failures.
+    """
+
+    prompts: str
+    """JSONL file of prompts: {"prompt": text, "reference": text for the reward, "id": unique name}; the last two may be
+    left out."""
+    tokenizer: str = ""
+    """File of the tokenizer; default: that of the run or imported model in `model.init_from`."""
+    special_tokens: bool = False
+    """Encode special tokens that prompts spell out ("<|im_start|>") as such."""
+    reward: ChosenReward
+    """Judges answers: settings of the reward whose name is in `kind`."""
+    reward_seconds: int = Field(default=10, ge=1)
+    """Processor time to judge one answer; an answer that needs more has no reward."""
+    group: int = Field(default=8, ge=1, le=1024)
+    """Answers to each prompt."""
+    sequence_length: int = Field(default=0, ge=0)
+    """Most tokens of a prompt with an answer; 0: `model.max_sequence_length`."""
+    answer_tokens: int = Field(default=256, ge=1)
+    """Most tokens of an answer."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many most likely tokens; 0: from all. Log-probabilities stay those of all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest tokens whose probabilities add up to this."""
+    advantage: Literal["group", "group_mean", "leave_one_out", "batch", "reward"] = "group"
+    """From rewards to advantages. group: minus the group's mean, divided by its deviation (GRPO). group_mean: minus the
+    mean (Dr. GRPO). leave_one_out: minus the mean of the others (RLOO). batch: minus the step's mean, divided by its
+    deviation (REINFORCE++). reward: the reward itself."""
+    resample: bool = False
+    """Drop groups whose rewards are all equal, and go on to the next prompts until the step is full (DAPO's dynamic
+    sampling)."""
+    most_resampled: int = Field(default=8, ge=1)
+    """End the run when a step would need more than this many times its groups."""
+    most_failed_fraction: float = Field(default=0.05, ge=0, le=1)
+    """End the run when more than this fraction of a step's groups fails, and at least two: a failure is never a
+    reward, the group is dropped."""
+    look_ahead: int = Field(default=0, ge=0, le=1024)
+    """Steps that the sampling policy is behind. With 0 sampling and training take turns; with 1 they overlap."""
+    seed: int = Field(default=0, ge=0)
+    """Of the order of the prompts and of the draws."""
+    generators: GeneratorsConfig = GeneratorsConfig()
+    """Processes that sample and judge."""
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> RolloutsConfig:
+        if self.group < 2 and self.advantage in ("group", "group_mean", "leave_one_out"):
+            raise ValueError(f"advantage {self.advantage} compares the answers of a group, but group is {self.group}; "
+                             "nearest legal choice: group 2")
+        if self.resample and self.group < 2:
+            raise ValueError("resample drops groups whose rewards are equal, but a group is one answer; nearest legal "
+                             "choice: resample false")
+        return self
+
+    def version_for(self, step: int) -> int:
+        """Return the step after which the policy samples the rollouts of `step`; 0: before the first."""
+        return max(0, step - 1 - self.look_ahead)

@@ -1,0 +1,127 @@
+"""Tests of groups of answers: equal to transformers, and functions of their key and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.oracles import ORACLES, imported
+from tidewheel.inference.draws import philox, uniforms
+from tidewheel.inference.group import Answer, Sampling, choose, sample_group
+from tidewheel.models import families
+from tidewheel.models.attention import document_attention, document_mask
+from tidewheel.models.decoder import Decoder
+from tidewheel.train.precision import Precision, precision_context
+
+PROMPT = list(range(20, 31))
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    shape = {"num_layers": 2, "dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_sequence_length": 64,
+             "attention": "exact"}
+    torch.manual_seed(0)
+    model = Decoder(families.KIND.build("llama", shape), 128).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.2) if parameter.ndim > 1 else parameter.fill_(1)
+    return model
+
+
+def group_of(model: Decoder, samples: Sequence[int], precision: Precision = "fp32", **changes: int) -> list[Answer]:
+    sampling = Sampling(30, stop=frozenset({3, 5, 7}), precision=precision)
+    return sample_group(model, PROMPT, samples, sampling, key=changes.get("key", 1), stream=changes.get("stream", 2))
+
+
+def test_philox_gives_the_published_numbers():
+    zeros, ones = np.zeros((1, 4), np.uint32), np.full((1, 4), 0xFFFFFFFF, np.uint32)
+    assert [hex(word) for word in philox(zeros, (0, 0))[0].tolist()] == [
+        "0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    assert [hex(word) for word in philox(ones, (0xFFFFFFFF, 0xFFFFFFFF))[0].tolist()] == [
+        "0x408f276d", "0x41c83b0e", "0xa20bc7c6", "0x6d5451fd"]
+    pi = np.array([[0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint32)
+    assert [hex(word) for word in philox(pi, (0xA4093822, 0x299F31D0))[0].tolist()] == [
+        "0xd16cfe09", "0x94fdcceb", "0x5001e420", "0x24126ea1"]
+
+
+def test_numbers_are_uniform_and_belong_to_their_key():
+    numbers = uniforms(5, 6, range(20_000), 7)
+    assert numbers.min() > 0
+    assert numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.01
+    assert np.histogram(numbers, 10, (0, 1))[0].min() > 1_800
+    assert np.array_equal(uniforms(5, 6, [17, 3], 7), numbers[[17, 3]])
+    others = [uniforms(4, 6, [3], 7), uniforms(5, 1 << 40 | 6, [3], 7), uniforms(5, 6, [3], 8)]
+    assert len({float(number[0]) for number in (*others, numbers[3:4])}) == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_answer_does_not_depend_on_its_group_and_has_the_bits_of_training(decoder: Decoder, precision: Precision):
+    whole = group_of(decoder, range(20), precision)
+    assert len({len(answer.tokens) for answer in whole}) > 3, "they end at different tokens"
+    assert any(not answer.stopped for answer in whole)
+    assert any(answer.stopped for answer in whole)
+    for samples in ([0], [7, 3], list(range(16)), [19, 4, 0, 11, 2]):
+        assert group_of(decoder, samples, precision) == [whole[sample] for sample in samples]
+    assert group_of(decoder, [0], precision, stream=3) != whole[:1] != group_of(decoder, [0], precision, key=2)
+    tokens = torch.full((20, 48), 1)
+    segments = torch.full((20, 48), -1)
+    for row, answer in enumerate(whole):
+        tokens[row, :len(PROMPT) + len(answer.tokens)] = torch.tensor(PROMPT + answer.tokens)
+        segments[row, :len(PROMPT) + len(answer.tokens)] = 0
+    positions = torch.arange(48).expand(20, -1)
+    with torch.no_grad(), precision_context(torch.device("cpu"), precision):
+        every_token = decoder(tokens, positions, segments).float().log_softmax(-1)
+    for row, answer in enumerate(whole):
+        rows = every_token[row, len(PROMPT) - 1:len(PROMPT) - 1 + len(answer.tokens)]
+        assert rows.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].tolist() == answer.log_probabilities
+
+
+def test_exact_attention_equals_torchs():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 21, 8, requires_grad=True) for heads in (4, 2, 2))
+    segments = torch.tensor([[0] * 9 + [1] * 12, [0] * 21])
+    results = []
+    for kernel in ("exact", "masked"):
+        out = document_attention(q, k, v, document_mask(segments, kernel, window=7))
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(torch.allclose(ours, torchs, atol=1e-5) for ours, torchs in zip(*results))
+
+
+def test_the_most_likely_tokens_are_those_of_transformers(tmp_path: Path):
+    theirs = ORACLES["llama"].build()
+    theirs.save_pretrained(tmp_path)
+    theirs.generation_config.eos_token_id = None
+    ours = imported(tmp_path)
+    prompt = list(range(5, 17))
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    greedy = Sampling(20, temperature=0.0)
+    [answer, other] = sample_group(ours, prompt, [0, 1], greedy, key=0, stream=0)
+    assert prompt + answer.tokens == expected[0].tolist()
+    assert other == answer
+
+
+@given(st.integers(0, 12), st.floats(0.1, 1.0), st.integers(0, 1 << 32))
+def test_draws_follow_the_restricted_distribution(top_k: int, top_p: float, seed: int):
+    random = np.random.default_rng(seed)
+    logits = torch.from_numpy(random.normal(0, 2, (1, 10)).astype(np.float32))
+    weights = logits.double().softmax(-1)[0].numpy()
+    order = np.argsort(-weights, kind="stable")
+    allowed = order[:top_k] if top_k else order
+    allowed = [token for rank, token in enumerate(allowed) if weights[order[:rank]].sum() < top_p - 1e-9 or rank == 0]
+    numbers = (np.arange(500) + 0.5) / 500
+    tokens, values = choose(logits.expand(500, -1), numbers, Sampling(1, top_k=top_k, top_p=top_p))
+    share = np.bincount(tokens, minlength=10) / 500
+    expected = np.where(np.isin(np.arange(10), allowed), weights, 0)
+    assert np.abs(share - expected / expected.sum()).max() < 0.005
+    assert np.allclose(values, np.log(weights[tokens]), atol=1e-5)
+
+
+def test_a_prompt_without_room_is_refused(decoder: Decoder):
+    with pytest.raises(ValueError, match="64 tokens in a context of 64"):
+        sample_group(decoder, [1] * 64, [0], Sampling(5), key=0, stream=0)

@@ -1,0 +1,86 @@
+"""Tests of whole runs of reinforcement learning: they learn, and their bits depend on no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.post.runs import inline, logged, rollout_run
+from tidewheel.checkpoint.digest import digest
+from tidewheel.elastic import trainer
+from tidewheel.errors import ShardError
+from tidewheel.post.pool import LocalPool
+from tidewheel.stopping import Stop, Stopped
+from tidewheel.train.audit import audit
+from tidewheel.train.config import TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def inline_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_local_pool", inline)
+
+
+def parameters(folder: Path, run: str) -> str:
+    return digest(f"{folder}/runs/{run}").groups["model"]
+
+
+def test_a_policy_learns_and_its_generator_computes_what_training_does(tmp_path: Path):
+    trainer.fit_local(rollout_run(tmp_path, "run", "steps=12"))
+    steps = [record for record in logged(tmp_path, "run", "metrics.jsonl") if "objective" in record]
+    rewards = [record["reward"] for record in logged(tmp_path, "run", "rollouts.jsonl") if record["kind"] == "step"]
+    assert len(steps) == len(rewards) == 12
+    assert all(record["objective"]["gap"] == 0 for record in steps), "not one bit differs"
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
+    result = audit(f"{tmp_path}/runs/run")
+    assert result.ok, result.summary()
+    assert result.sequences == 12 * 32
+
+
+def test_a_run_that_is_stopped_and_continued_has_the_same_bits(tmp_path: Path):
+    trainer.fit_local(rollout_run(tmp_path, "whole"))
+    stop = Stop()
+
+    def after_two(progress: dict[str, Any]) -> None:
+        if progress.get("step", 0) >= 2:
+            stop.requested.set()
+
+    with pytest.raises(Stopped):
+        trainer.fit_local(rollout_run(tmp_path, "stopped"), on_progress=after_two, stop=stop)
+    trainer.fit_local(rollout_run(tmp_path, "stopped"))
+    assert parameters(tmp_path, "stopped") == parameters(tmp_path, "whole")
+    assert audit(f"{tmp_path}/runs/stopped").ok
+
+
+def test_killed_generators_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer.fit_local(rollout_run(tmp_path, "whole"))
+    pools: list[LocalPool] = []
+
+    def pool(arguments: tuple[Any, ...], config: TrainConfig, on_event: Callable[..., None]) -> LocalPool:
+        assert config.rollouts is not None
+        pools.append(LocalPool(arguments, config.rollouts.generators, on_event))
+        return pools[0]
+
+    monkeypatch.setattr(trainer, "_local_pool", pool)
+    killed = threading.Event()
+
+    def kill(progress: dict[str, Any]) -> None:
+        if progress.get("step", 0) >= 1 and not killed.is_set():
+            killed.set()
+            [process] = pools[0]._executor._processes.values()
+            os.kill(process.pid, signal.SIGKILL)
+
+    trainer.fit_local(rollout_run(tmp_path, "killed"), on_progress=kill)
+    assert killed.is_set()
+    assert [record["kind"] for record in logged(tmp_path, "killed", "rollouts.jsonl")].count("generator_lost") >= 1
+    assert parameters(tmp_path, "killed") == parameters(tmp_path, "whole")
+
+
+def test_a_failing_reward_ends_the_run_with_its_reason(tmp_path: Path):
+    with pytest.raises(ShardError, match=r"groups of step 1 failed.*reward: no_reference"):
+        trainer.fit_local(rollout_run(tmp_path, "run", "rollouts.reward={kind: exact_match}"))

@@ -1,0 +1,158 @@
+"""TRL's policy-gradient losses on one batch, and ours on the same model: `TABLE` pairs our settings with TRL's.
+
+The rows are read from a set of rollouts. Sampled log-probabilities differ from the model's, so that clipping is active;
+the same transformer computes both sides, so a difference is one of the losses.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.unit.train.policy.rollouts import Rollout, write_rollouts
+from tests.unit.train.preferences.oracle import Compared, causal_model, gradient, outputs_of, tokenizer
+from tidewheel.shards.pairs import open_set
+from tidewheel.train import objectives
+from tidewheel.train.batches import micro_batch
+from tidewheel.train.objective import Objective
+from tidewheel.train.step import MicroBatch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+EPSILON, HIGH, LENGTH, ANSWER = 0.2, 0.28, 16, 7
+BOUNDS = {"epsilon": EPSILON, "epsilon_high": HIGH}
+ROLLOUTS = [([5, 6, 7], [10, 11, 12, 13, 14, 15, 16], 1.2), ([8, 9, 20, 21], [22, 23, 24], -0.7),
+            ([30, 31], [32, 33, 34, 35, 36], 0.4), ([40, 41, 42, 43, 44], [45], -0.9)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our objectives, and the same of TRL."""
+
+    kind: str
+    trl: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=lambda: dict(BOUNDS))
+
+    @property
+    def name(self) -> str:
+        """Return the objective and its settings, for people."""
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in self.settings.items() if key not in BOUNDS)])
+
+
+def _row(kind: str, loss: str, trl: dict[str, Any] | None = None, **settings: Any) -> Row:
+    return Row(kind, {"loss_type": loss, "epsilon_high": HIGH, **(trl or {})}, {**BOUNDS, **settings})
+
+
+_SEQUENCE = {"importance_sampling_level": "sequence"}
+_KL = {"beta": 0.04, "use_bias_correction_kl": False}
+TABLE = [
+    _row("grpo", "grpo"), _row("grpo", "grpo", {"delta": 1.3}, most_ratio=1.3),
+    _row("grpo", "grpo", _KL, reference_weight=0.04), _row("grpo", "grpo", {"temperature": 0.7}, temperature=0.7),
+    _row("grpo", "grpo", _SEQUENCE, ratio="sequence"),
+    _row("dr_grpo", "dr_grpo", answer_tokens=ANSWER), _row("dr_grpo", "dr_grpo", _SEQUENCE, answer_tokens=ANSWER,
+                                                           ratio="sequence"),
+    _row("dapo", "dapo"), _row("dapo", "dapo", _KL, reference_weight=0.04),
+    _row("dapo", "dapo", {"entropy_coef": 0.01}, entropy_weight=0.01),
+    _row("dapo", "dapo", _SEQUENCE, ratio="sequence"),
+    Row("gspo", {"loss_type": "grpo", **_SEQUENCE, "epsilon": 3e-4, "epsilon_high": 4e-4}, {}),
+    Row("cispo", {"loss_type": "cispo", "epsilon_high": 1.05}, {"epsilon_high": 0.05}),
+    _row("sapo", "sapo"), Row("rloo", {"epsilon_high": HIGH}), _row("reinforce", "dapo"),
+]
+
+
+def compare(row: Row) -> Compared:
+    """Compute a loss with TRL and with ours, on one model and the same tokens."""
+    objective = objectives.KIND.build(row.kind, row.settings)
+    model, reference = causal_model(0), causal_model(1)
+    batch = _rows(objective, model, reference)
+    theirs, metrics = _trl(row, model, reference, batch)
+    their_gradient = gradient(model, theirs)
+    ours = objective.sums(outputs_of(model, batch), batch)
+    count = objective.count(batch)
+    our_loss = ours.loss / count
+    our_gradient = gradient(model, our_loss)
+    entropy = ours.metrics["entropy"].item() / count
+    tokens = row.trl.get("loss_type") in ("dapo", "cispo")  # TRL's entropy is a mean over tokens
+    scale = max(abs(theirs.item()), 1.0)  # its terms have the size of the advantages, and may cancel
+    return Compared(theirs.item(), abs(our_loss.item() - theirs.item()) / scale,
+                    float((our_gradient - their_gradient).norm() / their_gradient.norm()),
+                    abs(entropy - metrics["entropy"]) / metrics["entropy"] if tokens else 0.0, metrics)
+
+
+def _rows(objective: Objective, model: Any, reference: Any) -> MicroBatch:
+    """Return the rollouts as training reads them: sampled by a policy near the model."""
+    from tidewheel.train.preferences.log_probabilities import token_log_probabilities
+
+    def read(rollouts: list[Rollout]) -> MicroBatch:
+        with tempfile.TemporaryDirectory() as folder:
+            write_rollouts(Path(folder), rollouts, shards=1, length=LENGTH)
+            rows = open_set(folder).rows(np.zeros(4, dtype=np.int64), np.arange(4))
+        return micro_batch(rows, slice(None), 0, torch.device("cpu"))
+
+    empty = read([Rollout(prompt, answer, [0.0] * len(answer), advantage) for prompt, answer, advantage in ROLLOUTS])
+    noise = 0.3 * torch.randn(4, LENGTH, generator=torch.Generator().manual_seed(3))
+    temperature = getattr(objective, "temperature", 1.0)
+    with torch.no_grad():
+        outputs = outputs_of(model, empty)
+        hot = type(outputs)(outputs.hidden, lambda x: outputs.make_logits(x) / temperature)
+        sampled = (token_log_probabilities(hot, empty.targets, 0) + noise).clamp(max=0)
+        referred = token_log_probabilities(outputs_of(reference, empty), empty.targets, 0)
+    rollouts = []
+    for index, (prompt, answer, advantage) in enumerate(ROLLOUTS):
+        span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        rollouts.append(Rollout(prompt, answer, sampled[index, span].tolist(), advantage,
+                                tuple(referred[index, span].tolist())))
+    return read(rollouts)
+
+
+def _trl(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return TRL's loss and its mean entropy."""
+    from datasets import Dataset, disable_progress_bars
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    disable_progress_bars()
+    trainer_class, config_class = (RLOOTrainer, RLOOConfig) if row.kind == "rloo" else (GRPOTrainer, GRPOConfig)
+    settings = {"beta": 0.0, "epsilon": EPSILON, "temperature": 1.0, **row.trl}
+    if settings["beta"]:  # TRL reads its reference from a folder
+        model.config._name_or_path = model.name_or_path = tempfile.mkdtemp()
+        reference.save_pretrained(model.name_or_path)
+    arguments = config_class(output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, bf16=False,
+                             gradient_checkpointing=False, per_device_train_batch_size=4, num_generations=4,
+                             max_completion_length=ANSWER, disable_dropout=True, **settings)
+    trainer = trainer_class(model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions),
+                            args=arguments, train_dataset=Dataset.from_list([{"prompt": "t5"}] * 8),
+                            processing_class=tokenizer())
+    trainer.current_gradient_accumulation_steps = 1  # only set inside train()
+    fields = _fields(batch)
+    if row.kind == "rloo":
+        fields["old_logps"] = (fields["old_per_token_logps"] * fields["completion_mask"]).sum(1)
+    model.train()
+    loss = trainer.compute_loss(model, fields)
+    return loss, {"entropy": float(np.mean(trainer._metrics["train"]["entropy"]))}
+
+
+def _fields(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the batch in TRL's form: prompts padded on the left, answers on the right."""
+    rollouts = batch.rollouts
+    assert rollouts is not None
+    assert rollouts.referred is not None
+    prompts = max(len(prompt) for prompt, _, _ in ROLLOUTS)
+    fields = {name: torch.zeros(4, width, dtype=kind) for name, width, kind in (
+        ("prompt_ids", prompts, torch.long), ("prompt_mask", prompts, torch.long),
+        ("completion_ids", ANSWER, torch.long), ("completion_mask", ANSWER, torch.long),
+        ("old_per_token_logps", ANSWER, torch.float32), ("ref_per_token_logps", ANSWER, torch.float32))}
+    for index, (prompt, answer, _) in enumerate(ROLLOUTS):
+        fields["prompt_ids"][index, prompts - len(prompt):] = torch.tensor(prompt)
+        fields["prompt_mask"][index, prompts - len(prompt):] = 1
+        fields["completion_ids"][index, :len(answer)] = torch.tensor(answer)
+        fields["completion_mask"][index, :len(answer)] = 1
+        span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        fields["old_per_token_logps"][index, :len(answer)] = rollouts.sampled[index, span]
+        fields["ref_per_token_logps"][index, :len(answer)] = rollouts.referred[index, span]
+    return {**fields, "advantages": rollouts.advantages, "num_items_in_batch": fields["completion_mask"].sum()}
