@@ -1,5 +1,7 @@
 """Tests of import and export against transformers."""
 
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path

@@ -155,7 +155,7 @@ def _selective(config: MemoryConfig, names: Sequence[str]) -> Any:
         if operator in PRODUCTS:
             seen[context.is_recompute] += 1
             number = seen[context.is_recompute]
-            # experts in reproducible mode have a product for each group, more than names
+            # experts in reproducible mode have a product for each group, more than names; on a CPU none is counted
             save = config.keeps_product(number, names[number - 1] if number <= len(names) else "")
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -43,8 +43,7 @@ class _OfExperts(OrderedReduceScatter):
         if self.total.swaps:
             self.total.add(*flats.values())
         else:
-            for node, values in flats.items():
-                self.total.put(node, values)
+            self.total.put(flats.items())
 
 
 def reduce_by_source(unit: FSDPModule, order: GradientOrder, experts: ShardedExperts) -> None:

@@ -135,7 +135,7 @@ class OrderedSum:
     """The sum over all micro-batches and ranks of one flat tensor, such as the gradients of an FSDP unit.
 
     Every rank calls `add` once for each micro-batch, then `shard` or `whole` once. If it does not swap, it may add up
-    the pieces of the tensor in `partial` sums instead, and call `put` for their nodes before `shard`.
+    the pieces of the tensor in `partial` sums instead, and `put` their nodes before `shard`.
 
     Args:
         order: of the model; it knows the current micro-batch.
@@ -157,9 +157,11 @@ class OrderedSum:
         """Return an empty sum of a piece of the tensor. If ranks swap, it keeps members apart."""
         return PartialSum(self._order, self._own, merges=not self.swaps)
 
-    def put(self, node: Node, flat: torch.Tensor) -> None:
-        """Add a node of the canonical sum, [n]."""
-        self._sum.tree.add(node, flat)
+    def put(self, nodes: Iterable[tuple[Node, torch.Tensor]]) -> None:
+        """Set the sum to nodes of the canonical sum, [n] each."""
+        self._sum.clear()
+        for node, flat in nodes:
+            self._sum.tree.add(node, flat)
 
     def add(self, *flats: torch.Tensor) -> None:
         """Add gradients of the current micro-batch: this rank's, or those of all members whose gradients it holds.
