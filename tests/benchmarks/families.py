@@ -68,6 +68,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Names of the models of families that have several: the family and its settings."""
 DENSE = {"mixtral": "llama", "qwen3_moe": "qwen3"}
 """Dense counterparts that are families of their own."""
+BALANCED = {"gpt_oss": {"auxiliary_loss": 0.01}}
+"""Settings of balancing that differ from the family's: with transformers' default of 0.001, the busiest expert had 2.9
+times the mean load, and nearly all tokens of a layer went to two experts."""
 LATENT = {"query_rank": 96, "key_rank": 64, "plain_head_dim": 40, "turning_head_dim": 24, "value_head_dim": 64}
 """Latent attention with heads of 64 and as many matrix entries as Llama's attention."""
 
@@ -75,7 +78,7 @@ LATENT = {"query_rank": 96, "key_rank": 64, "plain_head_dim": 40, "turning_head_
 def shapes() -> dict[str, Model]:
     """Return the models by name: every family, and the dense counterparts of mixtures."""
     named = [name for name in families.KIND.built_in() if name not in {kind for kind, _ in VARIANTS.values()}]
-    cases = {**VARIANTS, **{name: (name, {}) for name in named}}
+    cases = {**VARIANTS, **{name: (name, BALANCED.get(name, {})) for name in named}}
     models = {name: model_of(kind, changes) for name, (kind, changes) in cases.items()}
     for name, model in list(models.items()):
         if model.layer_costs(0).experts and name not in DENSE:

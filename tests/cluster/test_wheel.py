@@ -34,8 +34,9 @@ from tidewheel.train.config import TrainConfig
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
-PACKED = ("pyproject.toml", "README.md", "LICENSE", "platform/tidewheel", "pipelines/demo.yaml",
-          "jobs/configs/demo.yaml")
+PACKED = ("pyproject.toml", "README.md", "LICENSE", "platform/tidewheel",
+          *(f"pipelines/{name}.yaml" for name in ("demo", "sft_chat", "preferences")),
+          *(f"jobs/configs/{name}.yaml" for name in ("demo", "sft", "dpo")))
 MODULE = "my_parts"
 STEPS = 8
 RECIPE = {"name": "own", "partitions": 2, "read": {"paths": ["*.jsonl"]}, "steps": [

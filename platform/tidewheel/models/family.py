@@ -63,8 +63,7 @@ class Model(HuggingFaceForm):
     FEED_FORWARD: ClassVar[FeedForwardShape]
     """Costs of its feed-forward."""
     RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ("attention.wo.weight",)
-    """Suffixes of the names of matrices that write to the residual stream and whose initial values are smaller.
-    Families that are published with one standard deviation for all matrices have none."""
+    """Suffixes of the names of matrices that write to the residual stream. Their initial values are smaller."""
     NORM_WEIGHT: ClassVar[float] = 1.0
     """Initial value of the weights of norms."""
 

@@ -16,8 +16,8 @@ def init_parameter(name: str, shape: Sequence[int], config: Model, seed: int) ->
     """Return the initial value of one whole parameter, fp32 on CPU.
 
     Norm weights are `config.NORM_WEIGHT`, 1 as a rule, and biases 0. Matrices are normal with standard deviation
-    `config.weight_std`. As in GPT-2, that of projections into the residual stream (`config.RESIDUAL_OUTPUTS`) is
-    divided by sqrt(2 num_layers), so its variance does not grow with depth.
+    `config.weight_std`. As in GPT-2, that of projections into the residual stream is divided by sqrt(2 num_layers), so
+    its variance does not grow with depth.
 
     Args:
         name: name in the whole model, "blocks.0.attention.wq.weight".

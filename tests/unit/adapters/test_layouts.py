@@ -69,9 +69,10 @@ def _checked(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_adapters_work_with_recomputation_reproducible_mode_and_tied_embeddings():
+def test_adapters_work_with_recomputation_compilation_reproducible_mode_and_tied_embeddings():
     for settings in ({"adapter": KINDS["lora"], "reproducible": True},
                      {"adapter": KINDS["dora"], "memory": {"activation_checkpointing": "full"}},
+                     {"adapter": KINDS["experts"], "model": MIXTURE, "compile": True},
                      {"adapter": KINDS["bottleneck"], "memory": {"activation_checkpointing": "attention"}},
                      {"adapter": {**KINDS["lora"], "targets": ["wq", "embedding"]}, "model": {"tie_embeddings": True}}):
         on_ranks(2, _checked, settings)
@@ -87,6 +88,7 @@ def _same_bits_with_experts_apart() -> None:
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.long
 def test_experts_with_adapters_have_the_same_bits_wherever_they_are():
     on_ranks(2, _same_bits_with_experts_apart)
 

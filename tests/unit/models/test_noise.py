@@ -65,7 +65,7 @@ def test_the_noise_depends_on_seed_step_row_and_column_alone():
 
 def on_layouts() -> None:
     for layout in ({"tensor": 2, "context": 2}, {"pipeline": 2, "tensor": 2}, {"data": "zero3"}):
-        assert_same_training(config(layout, neftune_alpha=5.0), steps=2, sources=2)
+        assert_same_training(config(layout, neftune_alpha=5.0), steps=1, sources=2)
 
 
 def test_every_layout_adds_the_same_noise_and_reports_the_same_losses_by_source():

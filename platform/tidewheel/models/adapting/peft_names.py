@@ -64,7 +64,13 @@ def shortest(chosen: Iterable[str], candidates: Iterable[str]) -> list[str]:
 
 
 def of_pattern(patterns: Mapping[str, float], name: str, default: float) -> float:
-    """Return the value of the first of peft's patterns, regular expressions for the end of a module's name."""
+    """Return the value of the first of peft's patterns that matches.
+
+    Args:
+        patterns: regular expressions for the end of a module's name.
+        name: of the module in transformers.
+        default: returned if none matches.
+    """
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
 
 
@@ -91,6 +97,11 @@ def split(name: str, keys: Iterable[str], modules: Iterable[str], where: str) ->
 
 def embeddings(tensors: Tensors, width: int, where: str) -> torch.Tensor:
     """Return the matrix [tokens, width] of a prompt or of prefixes, in fp32.
+
+    Args:
+        tensors: of adapter_model.safetensors.
+        width: of the matrix.
+        where: location for messages.
 
     Raises:
         ConfigError: it is missing, or of another width.

@@ -36,9 +36,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
 class DeepseekV3(MixtureFamily):
     """A DeepSeek-V3 style decoder. Its multi-token prediction layer is not built."""
 
-    VERSION: ClassVar[Version] = Version("model_deepseek_v3", 2, uses=(MixtureFamily.VERSION,))
+    VERSION: ClassVar[Version] = Version("model_deepseek_v3", uses=(MixtureFamily.VERSION,))
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = _PRESETS
-    RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ()  # section 4.2: one standard deviation for all parameters
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
     SCORES: ClassVar[Literal["softmax", "chosen_softmax", "sigmoid"]] = "sigmoid"
     SCORE_EPSILON: ClassVar[float] = 1e-20

@@ -31,9 +31,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
 class Olmo2(Gated):
     """An OLMo-2 style decoder (https://arxiv.org/abs/2501.00656): norms follow attention and feed-forward."""
 
-    VERSION: ClassVar[Version] = Version("model_olmo2", 2, uses=(Model.VERSION,))
+    VERSION: ClassVar[Version] = Version("model_olmo2", uses=(Model.VERSION,))
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = _PRESETS
-    RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ()  # section 3.2: one standard deviation for all matrices
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("olmo2",)
 
     rope_theta: float = Field(default=5e5, gt=0)
@@ -41,7 +40,8 @@ class Olmo2(Gated):
     norm_epsilon: float = Field(default=1e-6, gt=0)
     """Added to the mean square in RMSNorm."""
     init_std: float | None = Field(default=0.02, gt=0)
-    """Standard deviation of initial weights, of all matrices alike."""
+    """Standard deviation of initial weights. That of projections into the residual stream is divided by
+    sqrt(2 num_layers)."""
 
     def block(self, layer: int) -> nn.Module:
         from tidewheel.models.blocks import Attention, Block, SwiGLU

@@ -30,11 +30,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
 class Olmoe(MixtureFamily):
     """An OLMoE-style decoder: the weights of a token's experts are their shares of a softmax over all, not divided."""
 
-    VERSION: ClassVar[Version] = Version("model_olmoe", 2, uses=(MixtureFamily.VERSION,))
+    VERSION: ClassVar[Version] = Version("model_olmoe", uses=(MixtureFamily.VERSION,))
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = _PRESETS
-    # one standard deviation for all matrices: init_fn "normal" in
-    # https://github.com/allenai/OLMoE/blob/main/configs/olmoe-8x1b-newhp-newds-cx5-fine1-normreorder.yml
-    RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ()
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("olmoe",)
 
     normalise_weights: bool = False
