@@ -126,6 +126,9 @@ class ReadConfig(Config):
     margin: str = ""
     """Preferences: field with a number that says by how much the better answer is better, for reward models. Empty:
     the pairs have no margins."""
+    label: str = ""
+    """Preferences: field that says whether the single answer of a record, its `completion`, is desirable: true or
+    false. Empty: records have two answers."""
     priority: dict[str, int] = Field(default_factory=dict)
     """Priority of sources; others have 0. Of duplicates, the document whose source has the highest priority stays."""
     sample: float | None = Field(default=None, gt=0, le=1)
@@ -155,6 +158,9 @@ class ReadConfig(Config):
 
     @model_validator(mode="after")
     def _one_text(self) -> ReadConfig:
+        if self.label and (self.kind != "preferences" or self.margin):
+            raise ValueError("label: only records of kind preferences have one answer with a label, and those have no "
+                             "margin; leave it out, or set kind: preferences without margin")
         if self.margin and self.kind != "preferences":
             raise ValueError(f"margin: records of kind {self.kind} have none; leave it out, or set kind: preferences")
         if self.kind != "documents" and isinstance(self.text, TextTemplate):

@@ -95,6 +95,9 @@ class FrozenModel:
 class ColumnKind(Generic[Opened]):
     """A kind of column: which files it has, and how they are computed. A column of a model has one kind."""
 
+    def begin(self, manifest: Manifest) -> None:
+        """Begin with the set that has this manifest."""
+
     def enough(self, head: Head) -> bool:
         """Return whether a complete column has what this one would have."""
         raise NotImplementedError
@@ -116,7 +119,13 @@ class ColumnKind(Generic[Opened]):
         raise NotImplementedError
 
     def write(self, opened: Opened, index: int, sink: Writer) -> None:
-        """Write the content of the file of shard number `index`."""
+        """Write the content of a shard's file.
+
+        Args:
+            opened: the set.
+            index: of the shard.
+            sink: takes the bytes.
+        """
         raise NotImplementedError
 
 
@@ -139,6 +148,7 @@ def make(model: FrozenModel, kind: ColumnKind[Opened], sets: list[str], folder: 
     total, done, computed = sum(manifest.rows for manifest in manifests.values()), 0, 0
     for uri, manifest in manifests.items():
         _fits(model, uri, manifest)
+        kind.begin(manifest)
         target = storage.store(folder_of(folder, manifest))
         head = read_head(target)
         if head is not None and kind.enough(head):

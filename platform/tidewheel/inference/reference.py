@@ -39,11 +39,12 @@ class ReferenceKind(ColumnKind[PairSet]):
 
     Args:
         model: the reference model.
-        parts: sequences of each pair.
+        parts: sequences of each pair; a row of an unpaired set has one fewer.
     """
 
     def __init__(self, model: ReferenceModel, parts: int) -> None:
-        self._model, self._parts = model, parts
+        self._model, self._most = model, parts
+        self._parts = parts
 
     def enough(self, head: Head) -> bool:
         return head.parts >= self._parts and head.version == VERSION.number and head.precision == self._model.precision
@@ -58,8 +59,11 @@ class ReferenceKind(ColumnKind[PairSet]):
     def ending(self) -> str:
         return ".f32"
 
+    def begin(self, manifest: Manifest) -> None:
+        self._parts = self._most - manifest.unpaired
+
     def open(self, uri: str, manifest: Manifest) -> PairSet:
-        return PairSet.open(uri, manifest=manifest).reading(self._parts)
+        return PairSet.open(uri, manifest=manifest).reading(self._most)
 
     def write(self, opened: PairSet, index: int, sink: Writer) -> None:
         count = opened.manifest.shards[index].rows

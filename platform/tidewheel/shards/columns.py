@@ -112,5 +112,11 @@ def checked_head(store: Store, uri: str, manifest: Manifest, version: Version, w
 
 
 def again(command: str, uri: str, options: str = "") -> str:
-    """Return how to make a column, for messages; see `checked_head`."""
+    """Return how to make a column, for messages.
+
+    Args:
+        command: see `checked_head`, also for the others.
+        uri: the set.
+        options: of the command.
+    """
     return f"make them: {command} --data {uri} --output FOLDER{options}"

@@ -54,7 +54,7 @@ def preference_schema(token_dtype: str, margins: bool = False) -> pa.Schema:
     - document_id: string.
     - prompt_length: int32, number of tokens that both sequences begin with, including the generation prompt.
     - chosen, rejected: list<token_dtype>, the whole conversation with the better and the worse answer. Each is longer
-      than the prompt and has at most the set's sequence_length tokens.
+      than the prompt and has at most the set's sequence_length tokens. In an unpaired set one of them is the prompt.
     - margin, optional: float32, by how much the chosen answer is better.
 
     Args:

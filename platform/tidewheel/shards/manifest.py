@@ -77,6 +77,8 @@ class Manifest:
     """The pipeline's settings, for information; {} if not recorded. They are not part of the set's identity."""
     margins: bool = False
     """Whether pairs have the column margin."""
+    unpaired: bool = False
+    """Whether a row of a preference set has one answer: the other sequence is the prompt alone."""
     chat_template: str = ""
     """Template of conversations and pairs, as JSON text of `data.tokenize.chat.read_template`; "" for plain text. It is
     not part of the set's identity, because the tokens follow from it."""
@@ -114,7 +116,7 @@ class Manifest:
         """Return the JSON values of all fields."""
         values = asdict(self)
         del values["to_come"]
-        for name in ("waves", "recipe", "chat_template", "margins"):  # omitted when empty, as before they existed
+        for name in ("waves", "recipe", "chat_template", "margins", "unpaired"):  # omitted when empty, as before
             if not values[name]:
                 del values[name]
         values["shards"] = list(values["shards"])
@@ -191,7 +193,8 @@ def parse_manifest(values: Any, where: str) -> Manifest:
         shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)), waves=waves, kind=kind,
         recipe=fields.group("recipe").values if "recipe" in fields.values else {},
         chat_template=fields.text("chat_template") if "chat_template" in fields.values else "",
-        margins=fields.one_of("margins", (False, True)) if "margins" in fields.values else False)
+        margins=fields.one_of("margins", (False, True)) if "margins" in fields.values else False,
+        unpaired=fields.one_of("unpaired", (False, True)) if "unpaired" in fields.values else False)
 
 
 def parse_shards(fields: Fields, room: int) -> tuple[ShardInfo, ...]:

@@ -19,7 +19,7 @@ from tidewheel import storage
 from tidewheel.errors import ShardError
 from tidewheel.shards.cache import CACHE_BYTES, ShardFiles
 from tidewheel.shards.integrity import Integrity, fingerprint, problem_of
-from tidewheel.shards.manifest import PACKED, PREFERENCES, REBUILD, ROLLOUTS, Manifest, read_manifest
+from tidewheel.shards.manifest import PACKED, PARTS, PREFERENCES, REBUILD, ROLLOUTS, Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class Rows:
     """A teacher's most likely tokens; None: not read."""
     margins: np.ndarray | None = None
     """[B] fp32: by how much the chosen answer of each pair is better; None: the set has none."""
+    desirable: np.ndarray | None = None
+    """[B] bool, of an unpaired set: whether the answer of each row is desirable; None: rows have two answers."""
     sampled: np.ndarray | None = None
     """[B, L] fp32: log-probability of each token of an answer under the policy that sampled it, 0 elsewhere; None: the
     rows are no rollouts."""
@@ -76,6 +78,11 @@ class Rows:
     """[B, L] fp32: the same under a reference model; None: the set has none."""
     advantages: np.ndarray | None = None
     """[B] fp32, of rollouts."""
+
+    @property
+    def answers(self) -> int:
+        """Parts of a row with answers to its own prompt; the others are mismatched."""
+        return self.parts if self.parts == 1 else PARTS if self.desirable is None else 1
 
     def only(self, parts: slice) -> Rows:
         """Return the rows with some of their parts."""
@@ -87,7 +94,8 @@ class Rows:
         return Rows(chosen(self.tokens), (segment_ids >= 0).sum(axis=1).astype(np.int32), segment_ids,
                     chosen(self.positions), self.ids, None if self.loss_mask is None else chosen(self.loss_mask),
                     segment_ids.shape[1] // self.width,
-                    None if self.reference is None else self.reference[:, parts], margins=self.margins)
+                    None if self.reference is None else self.reference[:, parts], margins=self.margins,
+                    desirable=self.desirable)
 
     @property
     def width(self) -> int:

@@ -2,7 +2,8 @@
 
 A row of a pair has two or three parts of L tokens side by side, each padded at its end: the chosen and the rejected
 sequence and, if asked for, a mismatched one: the prompt of the pair with the chosen answer of the row before it in the
-shard (of the last row for the first), cut to L tokens. The loss mask marks the tokens of answers.
+shard (of the last row for the first), cut to L tokens. The loss mask marks the tokens of answers. A row of an unpaired
+set has the one answer that there is in the place of two.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ class PairShard:
         """Return the tokens of a part of a row: 0 chosen, 1 rejected, 2 mismatched (not yet cut)."""
         if part == WITH_MISMATCHED - 1:
             other = row - 1 if row else len(self.prompts) - 1
-            answer = self.sequence(other, 0)[self.prompts[other]:]
+            answer = self.sequence(other, self.answer(other))[self.prompts[other]:]
             return np.concatenate((self.sequence(row, 0)[:self.prompts[row]], answer))
         tokens, bounds = self.rejected if part else self.chosen
         return tokens[bounds[row]:bounds[row + 1]]
+
+
+    def answer(self, row: int) -> int:
+        """Return the first part of a row that has an answer: 0, or 1 of an undesirable answer without a pair."""
+        bounds = self.chosen[1]
+        return int(bounds[row + 1] - bounds[row] == self.prompts[row])
 
 
 def first_equal(shard: PairShard) -> int | None:
@@ -99,8 +106,10 @@ class PairSet(OpenedSet[PairShard]):
                           _flat(batch.column("rejected")),
                           batch.column("margin").to_numpy() if self.manifest.margins else None)
         lengths = [np.diff(bounds) for _, bounds in (shard.chosen, shard.rejected)]
+        unpaired = self.manifest.unpaired
         if min(shard.prompts.min(), *(part.min() for part in lengths)) < 0 \
-                or np.any(shard.prompts >= np.minimum(*lengths)) \
+                or np.any(shard.prompts >= (np.maximum if unpaired else np.minimum)(*lengths)) \
+                or (unpaired and np.any(shard.prompts != np.minimum(*lengths))) \
                 or max(part.max() for part in lengths) > self.manifest.sequence_length:
             raise self._damaged(index, "a sequence is not longer than its prompt, or longer than sequence_length")
         if (row := first_equal(shard)) is not None:
@@ -113,18 +122,26 @@ class PairSet(OpenedSet[PairShard]):
 
     def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         manifest, count, length = self.manifest, len(shards), self.manifest.sequence_length
-        shape = (count, self.parts, length)
+        unpaired = manifest.unpaired
+        parts = self.parts - unpaired
+        shape = (count, parts, length)
         tokens = np.full(shape, manifest.tokenizer["pad"], dtype=manifest.token_dtype)
         segments = np.full(shape, -1, dtype=np.int32)
         positions = np.zeros(shape, dtype=np.int32)
         mask = np.zeros(shape, dtype=np.uint8)
         lengths = np.zeros(count, dtype=np.int32)
-        reference = None if self.column is None else np.empty((count, self.parts), dtype=np.float32)
+        reference = None if self.column is None else np.empty((count, parts), dtype=np.float32)
+        desirable = np.zeros(count, dtype=bool) if unpaired else None
         margins = np.zeros(count, dtype=np.float32) if manifest.margins else None
         for slot, (index, row) in enumerate(zip(shards.tolist(), rows.tolist())):
             shard = self.shard(index)
-            for part in range(self.parts):
-                sequence = shard.sequence(row, part)[:length]
+            chosen = list(range(parts))
+            if desirable is not None:
+                answer = shard.answer(row)
+                desirable[slot] = answer == 0
+                chosen = [answer, WITH_MISMATCHED - 1][:parts]
+            for part, of_row in enumerate(chosen):
+                sequence = shard.sequence(row, of_row)[:length]
                 size = len(sequence)
                 tokens[slot, part, :size] = sequence
                 segments[slot, part, :size] = part
@@ -134,13 +151,13 @@ class PairSet(OpenedSet[PairShard]):
             if margins is not None and shard.margins is not None:
                 margins[slot] = shard.margins[row]
             if reference is not None and self.column is not None:
-                reference[slot] = self.column.values(index)[row, :self.parts]
+                reference[slot] = self.column.values(index)[row, :parts]
             if int(tokens[slot].max()) >= manifest.vocabulary_size:
                 raise self._damaged(index, f"a token is outside the vocabulary of {manifest.vocabulary_size}")
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
-        flat = (count, self.parts * length)
+        flat = (count, parts * length)
         return Rows(tokens.reshape(flat), lengths, segments.reshape(flat), positions.reshape(flat), ids,
-                    mask.reshape(flat), self.parts, reference, margins=margins)
+                    mask.reshape(flat), parts, reference, margins=margins, desirable=desirable)
 
 
 def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_damage: OnDamage | None = None,
@@ -168,7 +185,7 @@ def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_da
         packed = ShardSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
         return packed.reading(TeacherTokens.of(teacher, uri, manifest, cache, verify=verify, on_damage=on_damage)
                               if teacher else None)
-    column = Column.open(reference, uri, manifest, parts) if reference else None
+    column = Column.open(reference, uri, manifest, parts - manifest.unpaired) if reference else None
     opened = PairSet.open(uri, cache, verify=verify, on_damage=on_damage, manifest=manifest)
     return opened.reading(parts, column)
 

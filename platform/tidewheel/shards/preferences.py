@@ -80,12 +80,14 @@ def check_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -
     if tokens != info.tokens:
         problems.append(f"{tokens} tokens, the manifest says {info.tokens}")
     longest = int(np.maximum(*lengths).max())
-    shortest = np.minimum(*lengths)
+    shortest = (np.maximum if manifest.unpaired else np.minimum)(*lengths)
     if longest > manifest.sequence_length:
         problems.append(f"a sequence has {longest} tokens, at most {manifest.sequence_length} are allowed")
     if manifest.margins and not np.isfinite(batch.column("margin").to_numpy()).all():
         problems.append("a margin is not a number")
     prompts = batch.column("prompt_length").to_numpy()
+    if manifest.unpaired and np.any(np.minimum(*lengths) != prompts):
+        return [*problems, "a row of an unpaired set has two answers"]
     if prompts.min() < 0 or np.any(prompts >= shortest):
         return [*problems, "a prompt is not shorter than its sequence"]
     flat = [batch.column(name).values.to_numpy() for name in ("chosen", "rejected")]

@@ -13,7 +13,7 @@ import numpy as np
 from tidewheel import storage
 from tidewheel.errors import ShardError
 from tidewheel.shards.columns import Head, again, checked_head, folder_of
-from tidewheel.shards.manifest import Manifest
+from tidewheel.shards.manifest import PARTS, Manifest
 from tidewheel.storage import Store, content_hash
 from tidewheel.versions import Version
 
@@ -50,7 +50,7 @@ class Column:
             ShardError: there is no complete column of this set, or it has too few columns.
         """
         store = storage.store(folder_of(reference, manifest))
-        option = " --mismatched" if parts > 2 else ""
+        option = " --mismatched" if parts > (1 if manifest.unpaired else PARTS) else ""
         head = checked_head(store, uri, manifest, VERSION, "log-probabilities", f"{COMMAND} MODEL", option)
         if head.parts < parts:
             raise ShardError("the log-probabilities lack those of mismatched answers, which this objective needs",

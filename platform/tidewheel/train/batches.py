@@ -22,7 +22,7 @@ from tidewheel.models.documents import Documents
 from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
-from tidewheel.shards.manifest import PARTS, Manifest
+from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.opened import Rows
 from tidewheel.shards.source import Source
 from tidewheel.time_limit import TimeLimit, result
@@ -170,10 +170,10 @@ def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
         virtual_rank: that they belong to.
         device: the training device.
     """
-    if rows.parts <= PARTS:
+    if rows.parts == rows.answers:
         return joint_batch(rows, part, virtual_rank, device)
-    pairs = joint_batch(rows.only(slice(PARTS)), part, virtual_rank, device)
-    mismatched = joint_batch(rows.only(slice(PARTS, None)), part, virtual_rank, device)
+    pairs = joint_batch(rows.only(slice(rows.answers)), part, virtual_rank, device)
+    mismatched = joint_batch(rows.only(slice(rows.answers, None)), part, virtual_rank, device)
     return replace(pairs, num_tokens=pairs.num_tokens + mismatched.num_tokens, mismatched=mismatched)
 
 
@@ -212,6 +212,7 @@ def joint_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
         num_targets=int((targets >= 0).sum()), documents=Documents.of(segment_ids).to(device), parts=rows.parts,
         reference=reference, teacher=teacher,
         margins=None if rows.margins is None else torch.from_numpy(rows.margins[part]).to(device),
+        desirable=None if rows.desirable is None else torch.from_numpy(rows.desirable[part]).to(device),
         rollouts=_rollout_columns(rows, part, device))
 
 

@@ -90,7 +90,7 @@ def columns(config: TrainConfig, source: Source, validation: Mapping[str, Manife
                           "--output FOLDER; then set it to the folder that the command prints")
     sets = [(domain.uri, domain.manifest) for domain in source.domains]
     sets += [(uri, validation[name]) for name, uri in config.data.validation_sets.items()]
-    heads = [Column.open(folder, uri, manifest, objective.parts).head for uri, manifest in sets]
+    heads = [Column.open(folder, uri, manifest, objective.parts - manifest.unpaired).head for uri, manifest in sets]
     for (uri, _), head in zip(sets, heads):
         if head.reference != heads[0].reference:
             raise ShardError(f"the log-probabilities of {uri} are of another reference model than those of "
@@ -203,7 +203,7 @@ def _validation(uri: str, manifest: Manifest) -> Manifest:
     if validation.kind != manifest.kind:
         raise ShardError(f"a set of {validation.kind}, but the training set is of {manifest.kind}", where=uri,
                          fix="take both sets from the same pipeline output")
-    for name in ("sequence_length", "vocabulary_size"):
+    for name in ("sequence_length", "vocabulary_size", "unpaired"):
         ours, theirs = getattr(manifest, name), getattr(validation, name)
         if ours != theirs:
             raise ShardError(f"{name} is {theirs}, but {ours} in the training set", where=uri,
@@ -255,6 +255,11 @@ def fits(config: TrainConfig, manifest: Manifest) -> None:
         raise ShardError(f"a set whose rows are {ROWS[manifest.kind]}, but objective.kind "
                          f"{name_of(type(config.objective))} learns from {ROWS[config.objective.READS]}",
                          where=config.data.location, fix=f"choose objective.kind {fitting}, or give another set")
+    if manifest.unpaired and not config.objective.TAKES_UNPAIRED:
+        raise ShardError(f"a set whose rows have one answer and a label, but objective.kind "
+                         f"{name_of(type(config.objective))} learns from pairs", where=config.data.location,
+                         fix=f"choose objective.kind {objectives.where(lambda part: part.TAKES_UNPAIRED)}, or give a "
+                             "set of pairs")
     if manifest.sequence_length > config.model.max_sequence_length:
         raise ConfigError(
             f"sequences of {manifest.sequence_length} tokens, but model.max_sequence_length is "

@@ -92,6 +92,8 @@ class Objective(Part):
     must be independent."""
     READS: ClassVar[str] = PACKED
     """Kind of shard set that it learns from, `shards.manifest.Manifest.kind`."""
+    TAKES_UNPAIRED: ClassVar[bool] = False
+    """Whether it also learns from preference sets whose rows have one answer, desirable or not."""
     HEAD: ClassVar[int] = 0
     """Outputs of a head that replaces the matrix of logits, which then are [B, L, HEAD]; 0: the decoder's own."""
     UNDECISIVE: ClassVar[tuple[str, ...]] = ()

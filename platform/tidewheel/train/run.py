@@ -16,6 +16,7 @@ from tidewheel.storage import Store
 from tidewheel.train import checks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.record import TrainResult, read_result
+from tidewheel.train.teacher_config import live_teacher
 
 ROLLOUT_SECONDS = 3600.0
 """Default of `data.wait_seconds` where the run makes its own rollouts."""
@@ -114,4 +115,6 @@ def with_absolute_uris(config: TrainConfig) -> TrainConfig:
         changes["data"] = data.model_copy(update={"uri": folder, "wait_seconds": data.wait_seconds or ROLLOUT_SECONDS})
         changes["rollouts"] = config.rollouts.model_copy(update={
             "prompts": absolute(config.rollouts.prompts), "tokenizer": absolute(config.rollouts.tokenizer)})
+    if uri := live_teacher(config):
+        changes["objective"] = config.objective.model_copy(update={"teacher": absolute(uri)})
     return config.model_copy(update=changes)

@@ -72,6 +72,8 @@ class MicroBatch:
     """Is added to the embeddings while training."""
     margins: torch.Tensor | None = None
     """[B / parts] fp32: by how much the chosen answers are better; None: the set has no margins."""
+    desirable: torch.Tensor | None = None
+    """[B] bool: whether each answer is desirable, of a set without pairs; None: rows come in pairs."""
     mismatched: MicroBatch | None = None
     """Rows of each pair's prompt with the answer to another prompt, for `Objective.first`."""
     whole: torch.Tensor | None = None

@@ -36,7 +36,10 @@ def as_document(values: dict[str, Any], config: ReadConfig) -> None:
         UnusableError: the record cannot be used.
     """
     tools = checked_tools(values.pop(config.tools, None), config.tools)
-    messages = _chat(values, config) if config.kind == "chat" else _preferences(values, config)
+    if config.kind == "chat":
+        messages = _chat(values, config)
+    else:
+        messages = _labelled(values, config) if config.label else _preferences(values, config)
     if tools:
         values[TOOLS] = tools
     values[config.text_name] = text_of(messages)
@@ -112,15 +115,32 @@ def _preferences(values: dict[str, Any], config: ReadConfig) -> list[Message]:
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     prompt = checked(prompt, config.prompt)
     for name, part in zip(names[1:], (chosen, rejected), strict=True):
-        if any(message["role"] != ASSISTANT for message in part):
-            raise UnusableError("no_assistant_turn", f"{name} must hold turns of the assistant alone")
-        if not all(message.get("weight", 1) for message in part):
-            raise UnusableError("invalid_weight", f"a message of {name} has weight 0; answers are compared as a whole")
+        _check_answer(name, part)
     prompt, chosen, rejected = map(_without_weights, (prompt, chosen, rejected))
     if chosen == rejected:
         raise UnusableError("no_preference", "chosen and rejected are the same")
     values |= dict(zip(_PAIR, (prompt, chosen, rejected), strict=True))
     return [*prompt, *chosen, *rejected]
+
+
+def _labelled(values: dict[str, Any], config: ReadConfig) -> list[Message]:
+    """Convert a prompt, an answer and a label to a pair without its other answer."""
+    label = values.pop(config.label, None)
+    if not isinstance(label, bool):
+        raise UnusableError("invalid_label", f"{config.label} is {label!r}, not true or false"[:100])
+    prompt = _without_weights(checked(_as_messages(values.pop(config.prompt, None), "user"), config.prompt))
+    answer = checked(_as_messages(values.pop(config.completion, None), ASSISTANT), config.completion)
+    _check_answer(config.completion, answer)
+    answer = _without_weights(answer)
+    values |= dict(zip(_PAIR, (prompt, answer, []) if label else (prompt, [], answer), strict=True))
+    return [*prompt, *answer]
+
+
+def _check_answer(name: str, answer: list[Message]) -> None:
+    if any(message["role"] != ASSISTANT for message in answer):
+        raise UnusableError("no_assistant_turn", f"{name} must hold turns of the assistant alone")
+    if not all(message.get("weight", 1) for message in answer):
+        raise UnusableError("invalid_weight", f"a message of {name} has weight 0; answers are compared as a whole")
 
 
 def _margin(value: Any, name: str) -> float:

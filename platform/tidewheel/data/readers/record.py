@@ -124,7 +124,8 @@ def message_fields(config: ReadConfig) -> set[str]:
     if config.kind == "documents":
         return set()
     if config.kind == "preferences":
-        return {config.prompt, config.chosen, config.rejected, config.tools, config.margin} - {""}
+        answers = {config.completion, config.label} if config.label else {config.chosen, config.rejected}
+        return {config.prompt, config.tools, config.margin, *answers} - {""}
     return {config.messages, config.conversations, config.prompt, config.completion, config.instruction, config.input,
             config.output, config.system, config.tools}
 

@@ -316,7 +316,8 @@ def _manifest(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
         evaluation_sets=tuple(evaluation_sets), documents=sum(unit.summary[name]["documents"] for unit in units),
         shards=tuple(_shards(name, units)), loss_mask=job.config.read.kind == "chat", waves=tuple(waves),
         kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED,
-        recipe=origin.settings_of(job.config), chat_template=job.chat_template, margins=bool(job.config.read.margin))
+        recipe=origin.settings_of(job.config), chat_template=job.chat_template, margins=bool(job.config.read.margin),
+        unpaired=bool(job.config.read.label))
 
 
 def _shards(name: str, units: Sequence[Published]) -> list[ShardInfo]:

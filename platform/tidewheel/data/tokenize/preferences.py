@@ -35,7 +35,8 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
     """Render and encode pairs (prompt, chosen, rejected).
 
     Each sequence is the whole conversation with one of the two answers, up to the end of the last turn. A pair with a
-    sequence of more than `sequence_length` tokens is dropped, because truncation would change what is compared.
+    sequence of more than `sequence_length` tokens is dropped, because truncation would change what is compared. Where
+    one of the answers has no messages, its sequence is the prompt.
 
     Args:
         encoder: a Hugging Face tokenizer.
@@ -69,7 +70,15 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
         if longest > sequence_length:
             dropped[index] = (TOO_LONG, f"{longest} tokens, a row has {sequence_length}")
             continue
-        if np.array_equal(chosen_ids, rejected_ids):
+        if not (pairs[index][1] and pairs[index][2]):  # a single answer: the other sequence is the prompt
+            answer, spans = (chosen_ids, chosen_spans) if pairs[index][1] else (rejected_ids, rejected_spans)
+            begin = answer[:int(np.searchsorted(spans[:, 1], prompts[position], side="right"))]
+            if len(begin) == len(answer):
+                dropped[index] = (REFUSED, "the template leaves the answer out")
+                continue
+            chosen_ids, rejected_ids = (answer, begin) if pairs[index][1] else (begin, answer)
+            chosen_spans = rejected_spans = spans
+        elif np.array_equal(chosen_ids, rejected_ids):
             dropped[index] = (EQUAL, "the template makes both answers the same tokens")
             continue
         shared = min(int(np.searchsorted(spans[:, 1], prompts[position], side="right"))
@@ -89,6 +98,9 @@ def _texts(template: ChatTemplate, prompt: Messages, chosen: Messages, rejected:
     begin = template.text(prompt, tools, add_generation_prompt=True)
     texts = []
     for answer in (chosen, rejected):
+        if not answer:
+            texts.append(begin)
+            continue
         text = template.rendered([*prompt, *answer], tools).text
         if not text.startswith(begin):
             raise Refused("the template changes the prompt when an answer follows")

@@ -39,6 +39,11 @@ def jensen_shannon(student: torch.Tensor, teacher: torch.Tensor, beta: float) ->
 
     m = beta teacher + (1 - beta) student. It is equation 1 of GKD (https://arxiv.org/abs/2306.13649), whose names TRL
     shares.
+
+    Args:
+        student: see `divergence`, also for the others.
+        teacher: log-probabilities.
+        beta: the teacher's share of m.
     """
     mixed = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
     return beta * kl(teacher, mixed) + (1 - beta) * kl(student, mixed)

@@ -35,7 +35,12 @@ class Comparison:
     top_k: int
 
     def of_logits(self, student_NV: torch.Tensor, teacher_NV: torch.Tensor) -> torch.Tensor:
-        """Return the divergence of each token, fp32 [N], from a teacher's logits."""
+        """Return the divergence of each token, fp32 [N].
+
+        Args:
+            student_NV: logits.
+            teacher_NV: logits.
+        """
         if self.top_k:
             top = teacher_NV.topk(self.top_k, dim=1).indices
             return self.of_top(student_NV, top, top_and_rest(teacher_NV, top, self.temperature))
@@ -44,7 +49,13 @@ class Comparison:
         return divergence(student, teacher, self.kind, self.beta)
 
     def of_top(self, student_NV: torch.Tensor, top_NK: torch.Tensor, teacher_NC: torch.Tensor) -> torch.Tensor:
-        """Return the divergence of each token, fp32 [N], from a teacher's K most likely tokens and the others' sum."""
+        """Return the divergence of each token, fp32 [N], from a teacher's most likely tokens and the others' sum.
+
+        Args:
+            student_NV: logits.
+            top_NK: int64, the teacher's K most likely tokens.
+            teacher_NC: their log-probabilities, then that of all others together, [N, K + 1].
+        """
         return divergence(top_and_rest(student_NV, top_NK, self.temperature), teacher_NC, self.kind, self.beta)
 
 

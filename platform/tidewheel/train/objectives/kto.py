@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 
 
 class KTO(ReferenceObjective):
-    """KTO (https://arxiv.org/abs/2402.01306) of the two answers of each pair: the chosen one is desirable.
+    """KTO (https://arxiv.org/abs/2402.01306) of single answers with a label, or of the two answers of each pair.
 
-    The loss of a pair is the mean over its two answers. The KL estimate is the mean log-ratio of mismatched answers
-    over the pairs of the global batch, clamped at 0. They are computed before any gradient, so neither the number of
-    workers nor `batch.micro_sequences` changes it. A mismatched answer is that of the row before in the same shard, so
-    its reference log-probability is part of the data. TRL takes the answer before in the order of its data set, and the
-    mean over one micro-batch of all ranks: with one micro-batch a rank both are the same.
+    Of a pair the chosen answer is desirable, and the loss is the mean over both. Of single answers a term is a row:
+    `rewards_chosen` is the sum over desirable ones over the number of all rows, and `accuracies` is how often a
+    desirable answer has a positive reward, or another a negative one.
+
+    The KL estimate is the mean log-ratio of mismatched answers over the global batch, clamped at 0. They are computed
+    before any gradient, so neither the number of workers nor `batch.micro_sequences` changes it. A mismatched answer is
+    that of the row before in the same shard, so its reference log-probability is part of the data. TRL takes the answer
+    before in the order of its data set, and the mean over one micro-batch of all ranks: with one micro-batch a rank
+    both are the same.
     """
 
     VERSION = Version("objective_kto", uses=(LOG_PROBABILITIES,))
     METRICS = (*REWARDS, "kl")
+    TAKES_UNPAIRED = True
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto: compare with the KL estimate. apo_zero_unpaired: compare with 0, without mismatched answers."""
@@ -52,17 +57,24 @@ class KTO(ReferenceObjective):
         return (answers(outputs, batch, self.chunk_tokens).sums - batch.reference).sum()
 
     def sums(self, outputs: Outputs, batch: MicroBatch) -> Sums:
-        import torch.nn.functional as F
+        import torch
 
         from tidewheel.train.preferences.log_probabilities import answers
 
         assert batch.reference is not None, "checked before training"
         ratios = answers(outputs, batch, self.chunk_tokens).sums - batch.reference
-        chosen, rejected = ratios.unbind(dim=1)
         kl = ratios.new_zeros(()) if batch.whole is None else batch.whole.clamp(min=0)
-        desirable = 1 - F.sigmoid(self.beta * (chosen - kl))
-        undesirable = 1 - F.sigmoid(self.beta * (kl - rejected))
-        loss = (self.desirable_weight * desirable + self.undesirable_weight * undesirable).sum() / 2
-        margins = self.beta * (chosen - rejected)
-        return Sums(loss, {"rewards_chosen": self.beta * chosen.sum(), "rewards_rejected": self.beta * rejected.sum(),
-                           "margins": margins.sum(), "accuracies": (margins > 0).sum(), "kl": kl * len(chosen)})
+        if batch.desirable is None:
+            desirable = (torch.arange(2, device=ratios.device) == 0)[None]
+        else:
+            desirable = batch.desirable[:, None]
+        rewards = self.beta * ratios
+        gains = torch.where(desirable, rewards - self.beta * kl, self.beta * kl - rewards)
+        weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
+        loss = (weights * (1 - gains.sigmoid())).sum() / batch.parts
+        chosen, rejected = (rewards * desirable).sum(), (rewards * ~desirable).sum()
+        right = torch.where(desirable, rewards > 0, rewards < 0)
+        if batch.desirable is None:
+            right = rewards[:, :1] > rewards[:, 1:]
+        return Sums(loss, {"rewards_chosen": chosen, "rewards_rejected": rejected, "margins": chosen - rejected,
+                           "accuracies": right.sum(), "kl": kl * len(ratios)})

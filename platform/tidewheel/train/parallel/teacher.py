@@ -39,7 +39,13 @@ def build(config: TrainConfig, student: ParallelModel, manifest: Manifest, runti
 
 @torch.no_grad()
 def load(teacher: Teacher, uri: str, runtime: Runtime) -> Loaded:
-    """Set the teacher's values from a checkpoint, and return which one it was. All ranks call it together."""
+    """Set the teacher's values from a checkpoint, and return which one it was. All ranks call it together.
+
+    Args:
+        teacher: this rank's part of the teacher.
+        uri: of the checkpoint, or of its run.
+        runtime: reads checkpoints.
+    """
     model = teacher.model
     values = {name: parameter.detach() for name, parameter in model.frozen_parameters()}
     loaded = runtime.checkpoints.load_from(uri, {"model": {**values, **dict(model.named_buffers())}})

@@ -130,7 +130,7 @@ def test_columns_give_the_same_documents_as_json(tmp_path, ending):
 
 
 @pytest.mark.parametrize(("given", "expected"), [(2, 2.0), (0.5, 0.5), (-1, -1.0), (None, None), ("2", None),
-                                                 (True, None), (float("inf"), None)])
+                                                 (True, None)])
 def test_a_pair_has_the_margin_of_its_field(tmp_path, given, expected):
     config = ReadConfig(paths=("*",), kind="preferences", margin="score_difference")
     result = read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c", "score_difference": given}, config)
@@ -146,3 +146,18 @@ def test_a_pair_has_the_margin_of_its_field(tmp_path, given, expected):
 def test_margins_are_of_pairs():
     with pytest.raises(ConfigError, match="records of kind chat have none"):
         build(ReadConfig, {"paths": ["*"], "kind": "chat", "margin": "m"})
+
+
+def test_a_single_answer_has_the_label_of_its_field(tmp_path):
+    config = ReadConfig(paths=("*",), kind="preferences", label="label")
+    for label, pair in ((True, ([BOT], [])), (False, ([], [BOT]))):
+        result = read(tmp_path, {"prompt": "ask", "completion": "tell", "label": label}, config)
+        assert result.text == "ask\n\ntell"
+        assert pair_of(json.loads(result.meta)) == ([USER], *pair)
+    for label in (1, "true", None):
+        result = read(tmp_path, {"prompt": "ask", "completion": "tell", "label": label}, config)
+        assert (type(result), result.reason) == (Bad, "invalid_label")
+    silent = read(tmp_path, {"prompt": "ask", "completion": " ", "label": True}, config)
+    assert (type(silent), silent.reason) == (Bad, "empty_conversation")
+    with pytest.raises(ConfigError, match="one answer with a label"):
+        build(ReadConfig, {"paths": ["*"], "kind": "chat", "label": "label"})

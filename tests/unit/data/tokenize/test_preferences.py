@@ -70,6 +70,30 @@ def test_margins_stay_with_their_pairs(encoder, tmp_path):
         opened.rows(np.array([0]), np.array([0]))
 
 
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_a_single_answer_stands_beside_its_prompt(encoder, tmp_path, source):
+    whole = [pair(number) for number in range(3)]
+    single = [(whole[0][0], whole[0][1], []), (whole[1][0], [], whole[1][2]), (whole[2][0], whole[2][1], [])]
+    paired, encoded = (encode_pairs(encoder, template(encoder, source), list("abc"), pairs, sequence_length=60,
+                                    token_dtype="uint16").table.to_pylist() for pairs in (whole, single))
+    for index, (row, both) in enumerate(zip(encoded, paired, strict=True)):
+        kept, other = ("rejected", "chosen") if index == 1 else ("chosen", "rejected")
+        assert row[kept] == both[kept]
+        assert row[other] == row[kept][:row["prompt_length"]]
+        assert 0 < row["prompt_length"] < len(row[kept])
+    write_set(tmp_path, encoder, pa.Table.from_pylist(encoded, schema=preference_schema("uint16")), unpaired=True)
+    assert verify(str(tmp_path)) == []
+    rows = open_set(str(tmp_path), parts=3).rows(np.zeros(3, dtype=np.int64), np.arange(3))
+    assert rows.desirable is not None
+    assert (rows.desirable.tolist(), rows.parts, rows.answers) == ([True, False, True], 2, 1)
+    row, before = encoded[2], encoded[1]
+    mismatched = row["chosen"][:row["prompt_length"]] + before["rejected"][before["prompt_length"]:]
+    real = rows.segment_ids.reshape(3, 2, -1)[2, 1] >= 0
+    assert rows.tokens.reshape(3, 2, -1)[2, 1][real].tolist() == mismatched
+    write_set(tmp_path, encoder, pa.Table.from_pylist(paired, schema=preference_schema("uint16")), unpaired=True)
+    assert any("has two answers" in problem for problem in verify(str(tmp_path)))
+
+
 def test_long_and_refused_pairs_are_dropped_with_a_reason(encoder):
     source = "{% if messages[0].content == 'be' and messages[1].content == 'ask 1' %}{{ raise_exception('no') }}" \
              "{% endif %}" + CHATML

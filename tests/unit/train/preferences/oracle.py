@@ -34,6 +34,9 @@ EVEN: list[Pair] = [(prompt, [*chosen, 40, 41, 42][:4], rejected) for prompt, ch
 """Chosen answers of equal lengths."""
 LEVEL: list[Pair] = [([*prompt, 43, 44, 45][:4], chosen, rejected) for prompt, chosen, rejected in EVEN]
 """Prompts of equal lengths too."""
+SINGLE: list[Pair] = [(prompt, chosen, []) if index != 1 else (prompt, [], rejected)
+                      for index, (prompt, chosen, rejected) in enumerate(RAGGED)]
+"""One answer to each prompt, the second of which is not desirable."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,9 @@ class Row:
     @property
     def name(self) -> str:
         """Return the loss and its settings, for people."""
-        margins = ["margins of pairs"] if self.margins else []
-        return " ".join([self.kind, *(f"{key}={value}" for key, value in self.settings.items()), *margins])
+        more = ["margins of pairs"] if self.margins else []
+        more += [] if all(self.pairs[1][0]) else ["single answers"]
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in self.settings.items()), *more])
 
 
 def _dpo(loss: str, trl: dict[str, Any] | None = None, **settings: Any) -> Row:
@@ -88,6 +92,9 @@ TABLE = [
         metrics={"rewards_chosen": "rewards/chosen", "rewards_rejected": "rewards/rejected", "kl": "kl"}),
     Row("kto", {"loss": "apo_zero_unpaired"}, {"loss_type": "apo_zero_unpaired"}, "kto",
         metrics={"rewards_chosen": "rewards/chosen", "rewards_rejected": "rewards/rejected"}),
+    *(Row("kto", {"loss": loss, "undesirable_weight": 1.5}, {"loss_type": loss, "undesirable_weight": 1.5}, "kto",
+          ("single", SINGLE), metrics=metrics)
+      for loss, metrics in (("kto", {"kl": "kl"}), ("apo_zero_unpaired", {}))),
     Row("reward_model", {}, {}, "reward", metrics={"margins": "margin", "accuracies": "accuracy"}),
     Row("reward_model", {"margin": 0.3, "center": 0.01}, {"center_rewards_coefficient": 0.01}, "reward",
         metrics={"margins": "margin", "accuracies": "accuracy"}),
@@ -134,10 +141,11 @@ def compare(row: Row) -> Compared:
     our_loss = ours.loss / count
     our_gradient = gradient(model, our_loss)
     # a margin is a difference of rewards, and a reward beta times one of log-probabilities: fp32 rounds the operands
-    scale = max(abs(metrics[their]) for their in row.metrics.values())
+    scale = max((abs(metrics[their]) for their in row.metrics.values()), default=0.0)
     if batch.reference is not None:
         scale = max(scale, BETA * batch.reference.abs().max().item())
-    metric = max(abs(ours.metrics[our].item() / count - metrics[their]) / scale for our, their in row.metrics.items())
+    metric = max((abs(ours.metrics[our].item() / count - metrics[their]) / scale
+                  for our, their in row.metrics.items()), default=0.0)
     norm = their_gradient.norm()
     return Compared(theirs.item(), abs(our_loss.item() - theirs.item()) / abs(theirs.item()),
                     float((our_gradient - their_gradient).norm() / norm), metric,
@@ -186,8 +194,9 @@ def _rows(objective: Objective, pairs: list[Pair], model: Any, reference: Any) -
     from tidewheel.train.preferences.log_probabilities import answers
 
     with tempfile.TemporaryDirectory() as folder:
-        ended = [(prompt, [*chosen, 1], [*rejected, 1]) for prompt, chosen, rejected in pairs]
-        write_pairs(Path(folder), ended, shards=1, length=LENGTH)
+        ended = [(prompt, [*chosen, 1] if chosen else [], [*rejected, 1] if rejected else [])
+                 for prompt, chosen, rejected in pairs]
+        write_pairs(Path(folder), ended, shards=1, length=LENGTH, unpaired=not all(pairs[0]))
         rows = open_set(folder, parts=objective.parts).rows(np.zeros(4, dtype=np.int64), np.arange(4))
     batch = micro_batch(rows, slice(None), 0, torch.device("cpu"))
     if not objective.needs_reference:
@@ -266,10 +275,12 @@ def _trl_kto(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tuple[t
         return {"prompt": prompt, "completion": chosen, "label": True}
 
     trainer, _ = _trainer(KTOTrainer, KTOConfig, row, unpaired, {"beta": BETA}, model=model, ref_model=reference)
-    fields: dict[str, Any] = {**_fields(batch, (0, 1)), "label": torch.arange(8) < 4}
+    fields: dict[str, Any] = {**_fields(batch, tuple(range(batch.parts))), "label": torch.arange(8) < 4}
+    if batch.desirable is not None:
+        fields["label"] = batch.desirable
     if batch.mismatched is not None:
         mismatched = _fields(batch.mismatched, (0,))
-        fields |= {f"KL_{name}": torch.cat((rows, rows)) for name, rows in mismatched.items()}
+        fields |= {f"KL_{name}": torch.cat([rows] * batch.parts) for name, rows in mismatched.items()}
     return _finish(trainer, model, fields)
 
 

@@ -168,3 +168,20 @@ def test_a_reward_model_is_no_decoder(folder: Path):
                 lambda: fit_local(config(folder, "late", f"model.init_from={run}", "steps=1"))):
         with pytest.raises(TidewheelError, match="a decoder is expected"):
             use()
+
+
+def test_single_answers_train_kto_alone(folder: Path):
+    single = [(prompt, chosen, []) if index % 3 else (prompt, [], rejected)
+              for index, (prompt, chosen, rejected) in enumerate(random_pairs(20, seed=3))]
+    uri = str(folder / "single")
+    write_pairs(uri, single, unpaired=True)
+    made = make(ReferenceModel(str(folder / "runs/base")), [uri], str(folder / "references"), mismatched=True)
+    start = (f"data.uri={uri}", "data.validation=''", f"model.init_from={folder}/runs/base")
+    wanted = pair_config(folder, "kto", *start, "objective.kind=kto", f"data.reference={made.uri}")
+    assert fit_local(wanted).steps == 4
+    assert audit(str(folder / "runs/kto")).ok
+    first = (folder / "runs/kto/metrics.jsonl").read_text().splitlines()[0]
+    assert '"loss":0.5' in first, "the policy is the reference"
+    error = refused(folder, *start, "objective.kind=orpo")
+    assert "one answer and a label" in str(error)
+    assert "objective.kind kto" in error.fix
