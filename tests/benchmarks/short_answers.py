@@ -1,6 +1,6 @@
 """Tune a model to prefer short answers, and measure its answers before and after, with five seeds.
 
-    python -m tests.benchmarks.short_answers [--output FOLDER] [--seeds 5] [--base-steps 400] [--steps 60]
+    python -m tests.benchmarks.short_answers [--output FOLDER] [--seeds 5] [--base-steps 400] [--steps 40]
 
 A small base model trains on paragraphs of the demo's corpus: the user gives the first words, the assistant writes the
 rest. Pairs come from other paragraphs: the better answer ends after the first sentence, the worse one is the whole
@@ -46,7 +46,7 @@ from tidewheel.shards.references import Column
 from tidewheel.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-LENGTH, LONGEST_ANSWER, PROMPTS = 160, 128, 48
+LENGTH, LONGEST_ANSWER, PROMPTS = 160, 128, 32
 OPENING = 5
 """Words of a prompt."""
 SHORTER = 0.75
@@ -133,8 +133,9 @@ def tuned_settings(folder: Path, seed: int, steps: int, references: str) -> Trai
     return load(TrainConfig, str(ROOT / "jobs/configs/dpo.yaml"), (
         f"run.uri={folder}/runs", f"run.id=dpo-{seed}", f"model.init_from={folder}/runs/base", f"seed={seed}",
         f"data.uri={folder}/pairs/shards", f"data.validation={folder}/pairs/validation", f"data.reference={references}",
-        f"data.seed={seed}", f"steps={steps}", "schedule.warmup_steps=10", f"evaluation.every_steps={steps}",
-        "evaluation.sequences=0", "batch.global_sequences=16", "batch.pad_to_multiple_of=16"))
+        f"data.seed={seed}", f"steps={steps}", "schedule.warmup_steps=4", f"evaluation.every_steps={steps}",
+        "evaluation.sequences=0", "batch.global_sequences=8", "batch.micro_sequences=2", "batch.pad_to_multiple_of=16",
+        "optimizer.learning_rate=5e-4"))
 
 
 @dataclass(frozen=True)
@@ -239,14 +240,15 @@ def main() -> int:
     parser.add_argument("--output", default="short-answers-output")
     parser.add_argument("--seeds", type=int, default=5, help="at least 2")
     parser.add_argument("--base-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=60, help="of DPO")
+    parser.add_argument("--steps", type=int, default=40, help="of DPO")
     parser.add_argument("--processes", type=int, default=2, help="seeds at once")
     options = parser.parse_args()
     folder = Path(options.output).resolve()
     torch.set_num_threads(1)
     if not (folder / "raw/chat_template.jinja").exists():
         write_records(folder)
-    run_pipelines(folder)
+    if not (folder / "pairs/summary.json").exists():
+        run_pipelines(folder)
     sets = [f"{folder}/pairs/{name}" for name in ("shards", "validation")]
     began = time.monotonic()
     base = base_settings(folder, options.base_steps)

@@ -169,6 +169,9 @@ def score(model: Decoder, batch: Layout) -> list[Likelihood]:
     Args:
         model: a whole decoder.
         batch: the batch.
+
+    Raises:
+        ValueError: another cache or layout has replaced the model's mask.
     """
     if "mask" in vars(model):
         raise ValueError("the model's mask is replaced already")

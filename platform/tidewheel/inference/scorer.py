@@ -124,8 +124,6 @@ class ModelScorer(Scorer):
     def __init__(self, writer: Writer, identity: dict[str, Any], *, precision: Precision = "fp32") -> None:
         self.writer, self.texts = writer, Texts(writer)
         self._identity, self._precision, self.device = identity, precision, writer.device
-        self.computed = 0
-        """Tokens that went through the model, padding not counted."""
 
     def identity(self) -> dict[str, Any]:
         return {**self._identity, "context": self.writer.context, "precision": self._precision,
@@ -172,7 +170,6 @@ class ModelScorer(Scorer):
             for batch in batches_of(rows):
                 tensors = layout(batch, self.device)
                 found |= zip(tensors.pairs, score(self.writer.model, tensors))
-                self.computed += sum(row.length for row in batch)
         return [found[index] for index in range(len(pairs))]
 
     def _texts(self, requests: dict[int, Generate], *, chat: bool) -> dict[int, Answer]:

@@ -175,7 +175,11 @@ def answers_of(scorer: Scorer, prompts: Sequence[str], target: Store, writing: W
 
 
 def read_prompts(source: str) -> list[str]:
-    """Return the prompts of a file; see `compare`."""
+    """Return the prompts of a file; see `compare`.
+
+    Raises:
+        InputError: the file is missing, or a record has no prompt.
+    """
     try:
         text = storage.read_text(source)
     except FileNotFoundError:

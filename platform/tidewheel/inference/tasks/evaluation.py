@@ -108,7 +108,13 @@ def units_of(task: Task, identity: Mapping[str, Any], *, chat: bool) -> list[Uni
 
 
 def items_of(task: Task, scorer: Scorer, *, chat: bool) -> list[Item]:
-    """Return the items of a task with their requests; see `Task.items`."""
+    """Return the items of a task with their requests; see `Task.items`.
+
+    Args:
+        task: the task.
+        scorer: the model, which has the chat template.
+        chat: see `Options`.
+    """
     return task.items(scorer.chat if chat else None)
 
 

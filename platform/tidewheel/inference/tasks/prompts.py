@@ -48,7 +48,13 @@ def spaced(left: bool, right: bool) -> bool:
 
 
 def joined(prefix: str | None, text: str | None, between: str) -> str:
-    """Return two texts with `between` in the middle, unless one is empty or has white space where they meet."""
+    """Return two texts with `between` in the middle, unless one is empty or has white space where they meet.
+
+    Args:
+        prefix: the first text.
+        text: the second text.
+        between: what stands between them.
+    """
     if not prefix or not text:
         return prefix or text or ""
     return prefix + (between if spaced(prefix[-1].isspace(), text[0].isspace()) else "") + text
@@ -137,6 +143,11 @@ class Examples:
 
 def answer_text(answer: Any, choices: Sequence[str] | None, where: str) -> str:
     """Return the answer of an example as text: an index stands for its choice, a list for its first answer.
+
+    Args:
+        answer: the target of the example.
+        choices: of the example; None: its answer is a text.
+        where: for error messages.
 
     Raises:
         InputError: the index is out of range.

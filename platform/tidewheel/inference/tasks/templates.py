@@ -45,7 +45,17 @@ class Templates:
         return self.text(key, template, document, row)
 
     def text(self, key: str, template: str, document: Document, row: str) -> str:
-        """Return a rendered template; see `value`."""
+        """Return a rendered template.
+
+        Args:
+            key: see `value`, also for the other arguments.
+            template: the template.
+            document: the item.
+            row: the item's place.
+
+        Raises:
+            InputError: the template is not valid Jinja, or uses a name that is no field.
+        """
         from jinja2 import TemplateError, UndefinedError
 
         from tidewheel.data.tokenize.template_work import WORK, WORK_OF_INPUT, rendered, size, work_limit

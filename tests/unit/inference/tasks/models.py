@@ -22,7 +22,7 @@ TEMPLATE = ("{%- for message in messages %}{{- '<|im_start|>' + message.role + '
             "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, length: int) -> None:
     """Write a byte-level tokenizer with merges of `WORDS` and the special tokens of `TEMPLATE`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -35,15 +35,16 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False, "model_max_length": WIDTHS["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False, "model_max_length": length,
         "chat_template": TEMPLATE}))
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, **widths: Any) -> Path:
     """Write a llama of transformers with random weights, and return its folder."""
     folder.mkdir(parents=True)
-    Oracle("llama", "LlamaConfig", "LlamaForCausalLM", widths=WIDTHS).build(seed=3).save_pretrained(folder)
-    write_tokenizer(folder)
+    shape = {**WIDTHS, **widths}
+    Oracle("llama", "LlamaConfig", "LlamaForCausalLM", widths=shape).build(seed=3).save_pretrained(folder)
+    write_tokenizer(folder, shape["max_position_embeddings"])
     return folder
 
 
