@@ -106,13 +106,18 @@ def train(
     if where is not None:
         return _train_rank(settings, where, device, take_over=take_over, dry_run=dry_run)
     if dry_run:
-        from tidewheel.train.plan import plan
+        if settings.rollouts is not None:
+            from tidewheel.post.plan import plan
+        else:
+            from tidewheel.train.plan import plan
 
         print_table(plan(settings), title="what would run")
         return 0
+    from tidewheel.post.running import prepare
     from tidewheel.train.run import Run
 
     run = Run.open(settings)
+    prepare(run)
     run.check()  # before a cluster starts for it
     if settings.model.init_from:
         from tidewheel.checkpoint.verify import locate

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from tidewheel.models.decoder import Decoder, next_tokens
 from tidewheel.models.initial_values import init_parameter
 from tidewheel.models.loss import IGNORED, TokenLoss
 from tidewheel.parts import Kind, Part, as_json
+from tidewheel.shards.manifest import PARTS, ROLLOUTS
 from tidewheel.train import objectives, optimizers, parallel, schedules
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.objective import TopK
 from tidewheel.train.runtime import Runtime
-from tidewheel.train.step import MicroBatch
+from tidewheel.train.step import MicroBatch, RolloutColumns
 
 Rows = dict[str, list[float]]
 """{name of the row: numbers}."""
@@ -51,6 +53,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "objective simpo": [{}, {"sft_weight": 0.5, **SMOOTH}],
     "objective kto": [{}, {"loss": "apo_zero_unpaired", "undesirable_weight": 1.5}],
     "objective reward_model": [{"margin": 0.3, "center": 0.1}, {"head": "process", "step_token": 21}],
+    "objective distillation": [{}, {"divergence": "reverse_kl", "weight": 0.5}, {"divergence": "jensen_shannon"}],
+    "objective grpo": [{}, {"ratio": "sequence", "most_ratio": 1.5}, {"reference_weight": 0.1, "entropy_weight": 0.1},
+                       {"mask_ratio": 1.3, "temperature": 0.7}],
     "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
     "adapter lora": [{"b_rate": 16.0}, {"rank_stabilized": True, "targets": ["embedding", "wq"]}, {"start": "pissa"},
                      {"base": "nf4", "ranks": {"wq": 2}, "alphas": {"w2": 4.0}}],
@@ -169,7 +174,7 @@ def _schedule(part: Any) -> Rows:
 
 def _objective(part: Any) -> Rows:
     """The sums and gradients for rows of 12 tokens, of fixed hidden states and an output matrix of 40 rows."""
-    batch = _batch() if part.parts == 1 else _pairs(part.parts)
+    batch = _rows_for(part)
     tokens, targets = batch.tokens, batch.targets
     hidden = _waves((len(tokens), 12, 16), 0.83, 1).sin().float().requires_grad_()
     weight = _waves((part.HEAD or 40, 16), 0.29, 2).sin().float().requires_grad_()
@@ -187,6 +192,23 @@ def _objective(part: Any) -> Rows:
     assert weight.grad is not None
     return {"sums": [*values.tolist(), float(part.count(batch))], "hidden": hidden.grad.flatten()[:64].tolist(),
             "weight": weight.grad.flatten()[:64].tolist()}
+
+
+def _rows_for(part: Any) -> MicroBatch:
+    """Return rows of the kind that an objective learns from."""
+    if part.READS == ROLLOUTS:
+        batch = _batch()
+        sampled, referred = (_waves((2, 12), pace, 4).sin().float() * 0.3 - 3 for pace in (0.7, 1.1))
+        return replace(batch, rollouts=RolloutColumns(sampled, torch.tensor([1.2, -0.7]), referred))
+    if part.parts == 1 and isinstance(part, objectives.Distillation):
+        tokens = torch.stack([_batch().tokens, (_batch().tokens + 1) % 40], dim=-1)
+        return replace(_batch(), teacher=TopK(tokens, _waves((2, 12, 3), 0.9, 5).sin().float().log_softmax(-1)))
+    if part.parts == 1:
+        return _batch()
+    batch = _pairs(PARTS)
+    if part.looks_first:
+        return replace(batch, mismatched=_pairs(1), whole=torch.tensor(0.4))
+    return batch
 
 
 def _batch() -> MicroBatch:

@@ -65,7 +65,8 @@ def test_every_training_configuration_keeps_its_recipe(path: str) -> None:
     assert build(TrainConfig, settings(config)).recipe_hash() == config.recipe_hash()
 
 
-@pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("pipelines/*.yaml")))
+@pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("pipelines/*.yaml")
+                                        if not path.name.startswith("workflow_")))
 def test_every_pipeline_keeps_its_recipe(path: str) -> None:
     config = load(PipelineConfig, ROOT / path)
     assert build(PipelineConfig, yaml.safe_load(write([settings(config)]))).recipe_hash() == config.recipe_hash()

@@ -35,7 +35,8 @@ LEVELS = [
     ("rewards",),
     ("train",),
     ("checkpoint", "cluster"),
-    ("report", "inference"),
+    ("inference",), ("post",),
+    ("report",),
     ("elastic", "plan", "kubernetes"),
     ("workflow", "demo", "filters"),
     ("commands",),
@@ -69,7 +70,8 @@ ALLOWED_CIRCLES = ALLOWED_BACKWARDS | {
     ("cluster.background", "cluster.supervisor"): "the background cluster runs its supervisor as `python -m`",
 }
 
-RAY_ROOMS = ("autoscaler.py", "data/pipeline.py", "data/stages/", "elastic/", "cluster/", "workflow/", "demo/")
+RAY_ROOMS = ("autoscaler.py", "data/pipeline.py", "data/stages/", "elastic/", "cluster/", "workflow/", "demo/",
+             "post/pool.py")
 
 
 tree_of = functools.cache(parsed)

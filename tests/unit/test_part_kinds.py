@@ -38,6 +38,7 @@ ALLOWED = {
     ("storage scheme", "cli.py", "s3"): "an option of the demo: it starts a server of this protocol",
     ("storage scheme", "cluster/s3_server.py", "s3"): "the demo's server",
     ("model family", "shards/tokenizer/tiktoken_ranks.py", "gpt2"): "the tokenizer of that name",
+    ("reward", "inference/tasks/metrics.py", "exact_match"): "lm-evaluation-harness's metric of that name",
     ("filter", "filters.py", ""): "the facade for editors, which a test compares with the folder",
 }
 

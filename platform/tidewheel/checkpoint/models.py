@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tidewheel.checkpoint import tokenizer_files
 from tidewheel.checkpoint.adapters import base_of
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.verify import locate
@@ -52,4 +51,6 @@ def describe(uri: str) -> Described:
                               fix="merge the two with `tidewheel checkpoint merge`, or compute its tokens once with "
                                   "`tidewheel teacher`")
     model, vocabulary_size = model_of(manifest, where)
+    from tidewheel.checkpoint import tokenizer_files  # it reads chat templates, for which training needs no package
+
     return Described(model.shape(), vocabulary_size, tokenizer_files.hash_of_run(run))

@@ -150,6 +150,9 @@ def fit_ranks(run: Run | TrainConfig, where: Place, *, device: torch.device | st
     finished = run.result()
     if finished is not None:
         return finished
+    if run.config.rollouts is not None:
+        raise ConfigError("torchrun starts no processes that sample rollouts", where="rollouts",
+                          fix="start the run with `tidewheel train CONFIG`, on a Ray cluster or with --local")
     legal.check_world(run.config, where.world_size)
     run.check()
     stop = stop or Stop()

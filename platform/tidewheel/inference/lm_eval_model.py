@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import lm_eval.models as known_models
+import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
@@ -45,9 +46,10 @@ class TidewheelLM(LM):  # type: ignore[misc]
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"{precision!r} is no precision", where="--model_args precision",
                               fix="give fp32 or bf16")
+        is_missing = (device or "").startswith("cuda") and not torch.cuda.is_available()  # the harness' own default
         self._scorer: ModelScorer = open_scorer(
-            evaluated_checkpoint(run), tokenizer=tokenizer, chat_template=chat_template, device=device or "",
-            precision=cast(Any, precision))
+            evaluated_checkpoint(run), tokenizer=tokenizer, chat_template=chat_template,
+            device="" if is_missing else device or "", precision=cast(Any, precision))
         self._is_chat = False
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

@@ -53,7 +53,7 @@ def prepare(run: Run) -> Prepared | None:
     config = run.config
     if config.rollouts is None:
         return None
-    encoder, data = _tokenizer(config)
+    encoder, data = tokenizer_of(config)
     longest = config.rollouts.sequence_length or config.model.max_sequence_length
     prompts = read_prompts(config.rollouts.prompts, encoder, room=longest - config.rollouts.answer_tokens,
                            seed=config.rollouts.seed, special_tokens=config.rollouts.special_tokens)
@@ -141,7 +141,7 @@ def _collect(collector: Collector, run: Run, ended: threading.Event) -> None:
         storage.store(run.config.data.uri).write_json(FAILED, failure)
 
 
-def _tokenizer(config: TrainConfig) -> tuple[Encoder, bytes]:
+def tokenizer_of(config: TrainConfig) -> tuple[Encoder, bytes]:
     """Return the tokenizer of a run's rollouts, and the bytes of its file.
 
     Raises:

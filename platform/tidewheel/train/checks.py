@@ -23,6 +23,7 @@ from tidewheel.train import objectives
 from tidewheel.train.answers import read_prompts
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.distillation.objective import TeacherObjective
 from tidewheel.train.parallel import legal
 from tidewheel.train.positions import Positions
 from tidewheel.train.runtime import Described
@@ -122,7 +123,7 @@ def teachers(config: TrainConfig, source: Source) -> list[Head]:
     """
     objective, folder = config.objective, config.data.teacher
     kind = name_of(type(objective))
-    if not isinstance(objective, objectives.Distillation):
+    if not isinstance(objective, TeacherObjective):
         if folder:
             raise ConfigError(f"objective.kind {kind} uses no teacher", where="data.teacher", fix="leave it out")
         return []

@@ -400,6 +400,8 @@ class TrainConfig(Config):
     def own_parts(self) -> dict[str, Code]:
         """Return where the source of each part outside this package is, by the field that holds the part."""
         parts = {name: getattr(self, name) for name in type(self).model_fields}
+        if self.rollouts is not None:
+            parts["rollouts.reward"] = self.rollouts.reward
         codes = {name: Code.of(type(part)) for name, part in parts.items() if isinstance(part, Part)}
         return {name: code for name, code in codes.items() if code is not None}
 
@@ -411,6 +413,7 @@ class TrainConfig(Config):
     def versions(self) -> dict[str, int]:
         """Return {name: version} of the parts that decide the result and of what they use."""
         parts = [getattr(self, name) for name in type(self).model_fields]
+        parts += [] if self.rollouts is None else [self.rollouts.reward]
         declared = [part.VERSION for part in parts if isinstance(part, Part) and part.VERSION is not None]
         return dict(sorted(item for version in declared for item in version.numbers().items()))
 
@@ -429,6 +432,8 @@ class TrainConfig(Config):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:
                 values["loss" if group == "objective" else group] = kept  # its former name: recipes keep their hash
+        for name in ("generators", "prompts", "tokenizer"):  # the set of rollouts names the last two by their hashes
+            values.get("rollouts", {}).pop(name, None)
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.decisive()

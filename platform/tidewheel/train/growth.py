@@ -139,5 +139,5 @@ class Growth:
                 "slow, raise data.wait_seconds")
 
     def _event(self, kind: str, **detail: object) -> None:
-        if self._collectives.rank == 0:
+        if self._collectives.rank == 0 and self._config.rollouts is None:  # each step waits for its rollouts
             self._control.event(kind, **detail)

@@ -58,6 +58,8 @@ class ReadSettings(TypedDict, total=False):
     system: str
     tools: str
     chosen: str
+    label: str
+    margin: str
     rejected: str
     priority: Mapping[str, int]
     sample: float | None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
     from tidewheel.train.parallel.config import ParallelConfig
+    from tidewheel.train.policy.config import RolloutsConfig
     from tidewheel.train.record import TrainResult
 
 Settings = Mapping[str, Setting]
@@ -63,6 +64,7 @@ class Train:
                  reference: Reference | None = None, overlap: bool = False, run: Settings | RunConfig | None = None,
                  reading: Settings | DataConfig | None = None, model: str | Settings | Model | None = None,
                  adapter: str | Settings | Adapter | None = None, objective: str | Settings | Objective | None = None,
+                 rollouts: Settings | RolloutsConfig | None = None,
                  optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
@@ -95,6 +97,7 @@ class Train:
                               fix="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")
         given: dict[str, Any] = {
             "run": run, "data": reading, "model": model, "adapter": adapter, "objective": objective,
+            "rollouts": rollouts,
             "optimizer": optimizer, "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps,
             "seed": seed, "neftune_alpha": neftune_alpha, "precision": precision, "fp8": fp8,
             "parameters": parameters, "tf32": tf32,

@@ -34,11 +34,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context": {"context": 2, "data": "zero2"}, "pipeline": {"pipeline": 2, "tensor": 2},
     "expert": {"data": "zero3", "expert": 2}, "expert_tensor": {"data": "zero2", "expert": 2, "tensor": 2},
 }
-SHORT = (("lora", "ddp"), ("lora", "zero1"), ("lora", "hsdp"), ("lora", "context"), ("lora", "pipeline"),
-         ("pissa", "tensor"), ("dora", "tensor"), ("ia3", "tensor"), ("bottleneck", "pipeline"), ("prefix", "pipeline"),
-         ("nf4", "zero3"), ("nf4", "tensor"), ("prompt", "zero3"), ("embedding", "tensor"),
-         ("experts", "expert_tensor"))
-"""Each layout and each kind once, and those that cut in a way of their own."""
+SHORT = (("lora", "context"), ("lora", "pipeline"), ("pissa", "tensor"), ("dora", "tensor"), ("ia3", "tensor"),
+         ("bottleneck", "hsdp"), ("prefix", "pipeline"), ("nf4", "tensor"), ("prompt", "zero3"),
+         ("embedding", "tensor"), ("experts", "expert_tensor"))
+"""Each kind once, and the layouts that cut in a way of their own."""
 REFUSED = {"prompt": ("tensor", "pipeline", "context")}
 """Layouts that a kind refuses."""
 

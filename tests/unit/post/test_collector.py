@@ -104,7 +104,7 @@ def test_a_collector_continues_behind_the_last_wave(tmp_path: Path):
 def test_a_step_that_drops_too_much_ends_the_run(tmp_path: Path):
     with pytest.raises(RolloutError, match="2 of 2 groups of step 1 failed"):
         collect(tmp_path, lambda job: Group(job.position, job.prompt.id, 0, failure="lost"), run="failing")
-    with pytest.raises(RolloutError, match="32 groups of step 1 were sampled"):
+    with pytest.raises(RolloutError, match="33 groups of step 1 were sampled for the 4"):
         collect(tmp_path, lambda job: answered(job, (0.0,) * 4), "rollouts.resample=true", run="alike")
 
 

@@ -37,6 +37,7 @@ def test_a_policy_learns_and_its_generator_computes_what_training_does(tmp_path:
     assert len(steps) == len(rewards) == 12
     assert all(record["objective"]["gap"] == 0 for record in steps), "not one bit differs"
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
+    assert [path.name for path in sorted((tmp_path / "runs/run/policies").glob("*.json"))] == ["00000011.0of1.json"]
     result = audit(f"{tmp_path}/runs/run")
     assert result.ok, result.summary()
     assert result.sequences == 12 * 32
@@ -57,6 +58,7 @@ def test_a_run_that_is_stopped_and_continued_has_the_same_bits(tmp_path: Path):
     assert audit(f"{tmp_path}/runs/stopped").ok
 
 
+@pytest.mark.long
 def test_killed_generators_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trainer.fit_local(rollout_run(tmp_path, "whole"))
     pools: list[LocalPool] = []

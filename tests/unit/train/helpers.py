@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import on_ranks
 from tidewheel import storage
 from tidewheel.config import build
-from tidewheel.inference.answers import answer
 from tidewheel.inference.sample import text_sample
 from tidewheel.shards.format import shard_schema, write_shard
 from tidewheel.shards.manifest import Manifest, write_manifest
@@ -143,6 +142,8 @@ def two_processes(config: TrainConfig, checkpoints: Path, generation: int = 0, l
 
 
 def _worker(config: TrainConfig, checkpoints: Path, generation: int, leave: int) -> None:
+    from tidewheel.inference.answers import answer  # tests on GPUs have no package for chat templates
+
     runtime = Runtime(dist.get_rank(), 2, generation=generation, checkpoints=FileCheckpoints(checkpoints),
                       control=Script(leave=leave), sampler=text_sample, answerer=answer)
     with contextlib.suppress(Replaced):  # the end that the test requested

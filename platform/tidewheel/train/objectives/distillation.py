@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Literal
 import pydantic
 from pydantic import Field
 
-from tidewheel.train.objective import DIMENSIONS, Objective, Outputs, Sums
+from tidewheel.train.distillation.objective import TeacherObjective
+from tidewheel.train.objective import DIMENSIONS, Outputs, Sums
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     from tidewheel.train.step import MicroBatch
 
 
-class Distillation(Objective):
+class Distillation(TeacherObjective):
     """(1 - weight) cross-entropy + weight T^2 divergence(teacher, student), in nats per token.
 
     T^2 keeps the gradient's size at any temperature (https://arxiv.org/abs/1503.02531, section 2). The teacher is a
@@ -32,15 +33,8 @@ class Distillation(Objective):
     (https://arxiv.org/abs/2306.13649)."""
     beta: float = Field(default=0.5, gt=0, lt=1)
     """Of jensen_shannon: the teacher's share of the mixture; near 0 it is like forward_kl, near 1 like reverse_kl."""
-    temperature: float = Field(default=1.0, gt=0)
-    """T: logits of both are divided by it. With `data.teacher`, the one that the tokens were made with."""
     weight: float = Field(default=0.5, gt=0, le=1)
     """Share of the divergence; the rest is the cross-entropy of the data."""
-    teacher: str = ""
-    """The teacher, frozen on the same workers: a run (its newest complete checkpoint) or
-    RUN/checkpoints/step_00000100. Empty: its tokens are in `data.teacher`."""
-    teacher_weights: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights of `teacher` in memory. bf16 halves them; its products are then in bf16 too."""
     top_k: int = Field(default=0, ge=0)
     """Of `teacher`: compare this many most likely tokens one by one and all others as one, as with `data.teacher`. 0:
     all tokens one by one."""
@@ -54,10 +48,6 @@ class Distillation(Objective):
             raise ValueError("top_k is of a live teacher; the tokens in data.teacher have their own number: leave it "
                              "out")
         return self
-
-    @property
-    def needs_teacher(self) -> bool:
-        return True
 
     @property
     def logit_tokens(self) -> int | None:

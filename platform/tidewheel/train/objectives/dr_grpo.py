@@ -18,4 +18,4 @@ class DrGRPO(PolicyObjective):
     VERSION = Version("objective_dr_grpo", uses=(SURROGATE,))
 
     average: Literal["sequences", "tokens", "constant"] = "constant"
-    answer_tokens: int = Field(ge=0)
+    answer_tokens: int = Field(default=256, ge=0)

@@ -31,7 +31,7 @@ class KTO(ReferenceObjective):
     both are the same.
     """
 
-    VERSION = Version("objective_kto", uses=(LOG_PROBABILITIES,))
+    VERSION = Version("objective_kto", 2, uses=(LOG_PROBABILITIES,))
     METRICS = (*REWARDS, "kl")
     TAKES_UNPAIRED = True
 

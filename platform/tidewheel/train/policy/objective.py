@@ -100,6 +100,37 @@ class PolicyObjective(Objective):
         return clipped(log_ratio, advantages, self.epsilon, self.epsilon_high, self.most_ratio)
 
     def sums(self, outputs: Outputs, batch: MicroBatch) -> Sums:
-        from tidewheel.train.policy.sums import policy_sums
+        import math
 
-        return policy_sums(self, outputs, batch)
+        import torch
+
+        from tidewheel.models.loss import IGNORED
+        from tidewheel.train.policy.averages import ratio_of, token_weights
+        from tidewheel.train.policy.surrogates import is_clipped, k3
+        from tidewheel.train.policy.token_statistics import token_statistics
+
+        rollouts = batch.rollouts
+        assert rollouts is not None, "checked before training: the set is of rollouts"
+        log_p, entropy = token_statistics(outputs, batch, temperature=self.temperature,
+                                          chunk_tokens=self.chunk_tokens, entropy_gradient=self.entropy_weight > 0)
+        learnt = (batch.targets != IGNORED).float()
+        weights = token_weights(learnt, self.average)
+        advantages, difference = rollouts.advantages[:, None], log_p - rollouts.sampled
+        log_ratio = ratio_of(difference, learnt, self.ratio)
+        kept = weights
+        if self.mask_ratio:
+            kept = weights.masked_fill(difference.detach().abs() > math.log(self.mask_ratio), 0.0)
+        loss = (self.surrogate(log_ratio, log_p, advantages) * kept).sum()
+        kl = torch.zeros_like(log_p) if rollouts.referred is None else k3(log_p, rollouts.referred)
+        if self.reference_weight:
+            loss = loss + self.reference_weight * (kl * weights).sum()
+        if self.entropy_weight:
+            loss = loss - self.entropy_weight * (entropy * weights).sum()
+        with torch.no_grad():
+            if self.average == "constant":  # metrics are means over tokens, then over answers
+                weights = self.answer_tokens * token_weights(learnt, "sequences")
+            removed = is_clipped(log_ratio, advantages, self.epsilon, self.epsilon_high)
+            values = {"ratio": log_ratio.exp(), "clipped": removed.float(), "gap": difference.abs(),
+                      "entropy": entropy, "reference_kl": kl}
+            metrics = {name: (value * weights).sum() for name, value in values.items()}
+        return Sums(loss, metrics)

@@ -21,7 +21,13 @@ FORMAT = 1
 
 
 def head_key(version: int, stage: int = 0, stages: int = 1) -> str:
-    """Return the key of a version's head in the run's folder; with a pipeline, of one stage's."""
+    """Return the key of a version's head in the run's folder; with a pipeline, of one stage's.
+
+    Args:
+        version: the step after which it was published.
+        stage: of the pipeline.
+        stages: number of stages.
+    """
     return f"{FOLDER}/{version:08d}.{stage}of{stages}.json"
 
 
@@ -39,7 +45,7 @@ class Publishing:
         self._model, self._store = model, store
         self._stage, self._stages = model.mesh.coordinate("pipeline"), model.mesh.size("pipeline")
         self._writes = model.mesh.coordinate(*(name for name in DIMS if name != "pipeline")) == 0
-        self._files: dict[int, str] = {}  # of the versions that this rank has written
+        self._files: dict[int, str] | None = None  # of the versions of this stage in the store
 
     def is_due(self, step: int) -> bool:
         """Return whether a later step samples with the policy after `step`; 0 is before the first step."""
@@ -73,13 +79,26 @@ class Publishing:
         self._store.write(f"{FOLDER}/{file}", data)
         self._store.write_json(head_key(step, self._stage, self._stages), {
             "format": FORMAT, "version": step, "file": file, "bytes": len(data), "hash": digest})
+        if self._files is None:
+            self._files = self._present()
         self._files[step] = file
-        self._remove(self._rollouts.version_for(step + 1))
+        self._remove(self._files, self._rollouts.version_for(step + 1))
 
-    def _remove(self, oldest: int) -> None:
-        """Remove the versions before `oldest` that this rank has written."""
-        for version in [version for version in self._files if version < oldest]:
-            file = self._files.pop(version)
+    def _present(self) -> dict[int, str]:
+        """Return the files of this stage's versions, also those that an earlier generation of workers has written."""
+        ending = head_key(0, self._stage, self._stages).partition(".")[2]
+        heads = [self._store.read_json(entry.key) for entry in self._store.list(FOLDER) if entry.key.endswith(ending)]
+        return {int(head["version"]): str(head["file"]) for head in heads}
+
+    def _remove(self, files: dict[int, str], oldest: int) -> None:
+        """Remove the versions before `oldest`.
+
+        Args:
+            files: of all versions in the store; those that are removed are taken out.
+            oldest: first version that a step still needs.
+        """
+        for version in [version for version in files if version < oldest]:
+            file = files.pop(version)
             self._store.delete(head_key(version, self._stage, self._stages))
-            if file not in self._files.values():
+            if file not in files.values():
                 self._store.delete(f"{FOLDER}/{file}")

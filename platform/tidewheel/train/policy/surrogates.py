@@ -24,7 +24,14 @@ def clipped(log_ratio: torch.Tensor, advantages: torch.Tensor, epsilon: float, e
 
 
 def is_clipped(log_ratio: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float) -> torch.Tensor:
-    """Return where `clipped` has no gradient, bool; arguments as there."""
+    """Return where `clipped` has no gradient, bool.
+
+    Args:
+        log_ratio: see `clipped`, also for the others.
+        advantages: broadcast over tokens.
+        epsilon: lower bound.
+        epsilon_high: upper bound.
+    """
     ratio = log_ratio.exp()
     return ((ratio < 1 - epsilon) & (advantages < 0)) | ((ratio > 1 + epsilon_high) & (advantages > 0))
 

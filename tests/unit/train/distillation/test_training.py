@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -86,6 +87,7 @@ def every_layout() -> None:
     assert MICRO * 4 == ROWS
 
 
+@pytest.mark.long
 def test_every_layout_gives_the_sums_of_one_process():
     on_ranks(2, every_layout)
 

@@ -49,7 +49,7 @@ def test_clipping_is_counted_where_there_is_no_gradient():
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "grpo", "average": "constant"}, "set it to the most tokens of an answer"),
     ({"kind": "grpo", "answer_tokens": 5}, "no effect on average sequences"),
-    ({"kind": "dr_grpo"}, "answer_tokens"),
+    ({"kind": "dr_grpo", "answer_tokens": 0}, "set it to the most tokens of an answer"),
     ({"kind": "grpo", "most_ratio": 0.5}, "nearest legal choice: 2"),
     ({"kind": "grpo", "mask_ratio": 1.0}, "nearest legal choice: 2"),
     ({"kind": "gspo", "ratio": "sequences"}, "sequence")]
