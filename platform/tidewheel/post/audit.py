@@ -86,7 +86,7 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
     mismatches = [] if prompts.hash == manifest.recipe_hash else ["the prompts have changed since the run began"]
     first, admitted, dropped = 0, 0, Counter[str]()
     for step, info in enumerate(manifest.shards, start=1):
-        entry = ledger.read(folder, step)
+        entry = ledger.read(folder, step, info.name)
         mismatches += [f"step {step}: {line}" for line in _entry(entry, first, info.name, rollouts.version_for(step))]
         shard = read_shard(folder, info, manifest)
         mismatches += [f"step {step}: {line}" for line in _groups(entry, shard, prompts, rollouts, manifest)]

@@ -7,6 +7,7 @@ the policy and the rewards alone; what was done when a process ended is done aga
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -68,7 +69,7 @@ def open_set(folder: Store, head: Manifest) -> Growing:
         RolloutError: the set was begun with other prompts, another tokenizer or another length.
     """
     if not folder.exists(GROWING):
-        return growing.begin(folder, head)
+        folder.create(GROWING, json.dumps(growing.head_of(head)).encode())  # or another driver has just done so
     known = Growing.of(growing.read_set(folder))
     if growing.head_of(known.head().manifest) != growing.head_of(head):
         raise RolloutError("the run was begun with other prompts, another tokenizer or another sequence length",
@@ -103,9 +104,10 @@ class Collector:
 
         Raises:
             RolloutError: too many groups failed, or had equal rewards.
+        OwnershipError: another driver has written a wave meanwhile.
         """
         done = len(self._known.manifest.waves)
-        first = ledger.read(self._folder, done).next if done else 0
+        first = ledger.read(self._folder, done, self._known.manifest.shards[-1].name).next if done else 0
         for step in range(done + 1, self._config.steps + 1):
             number = self._rollouts.version_for(step)
             version = wait_for(self._run, number, self._stages, poll=self._poll, ended=self._ended)
@@ -147,7 +149,7 @@ class Collector:
                                                      self._known.manifest.token_dtype))]
         entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped)
         ledger.write(self._folder, entry)
-        self._known = growing.publish(self._folder, self._known, [info])
+        self._known = growing.publish(self._folder, self._known, [info], alone=False)
         return entry, list(results.values())
 
     def _reason(self, group: Group) -> str:

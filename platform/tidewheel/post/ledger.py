@@ -1,7 +1,8 @@
 """The ledger of a run's rollouts: which groups each step admitted, which were dropped and why.
 
-`steps/00000012.json` in the folder of rollouts belongs to wave 12 of the set, and is written before the wave's record
-commits both. `rollouts.jsonl` in the run's folder is a log of what happened on the way: leases, losses and times.
+`steps/00000012-SHARD.json` in the folder of rollouts belongs to wave 12 of the set if that has the shard which the name
+begins with, and is written before the wave's record commits both. So of two drivers, neither can replace the entry of
+the other's wave. `rollouts.jsonl` in the run's folder is a log of what happened on the way: leases, losses and times.
 """
 
 from __future__ import annotations
@@ -51,25 +52,36 @@ class StepEntry:
         return Counter(group.reason for group in self.dropped)
 
 
-def key_of(step: int) -> str:
-    """Return the key of a step's entry in the folder of rollouts."""
-    return f"steps/{step:08d}.json"
+def key_of(step: int, shard: str) -> str:
+    """Return the key of a step's entry in the folder of rollouts.
+
+    Args:
+        step: the step.
+        shard: name of its wave's shard.
+    """
+    return f"steps/{step:08d}-{shard[:16]}.json"
 
 
 def write(folder: Store, entry: StepEntry) -> None:
     """Write the entry of a step."""
-    folder.write_json(key_of(entry.step), {"format": FORMAT, **asdict(entry)})
+    folder.write_json(key_of(entry.step, entry.shard), {"format": FORMAT, **asdict(entry)})
 
 
-def read(folder: Store, step: int) -> StepEntry:
+def read(folder: Store, step: int, shard: str) -> StepEntry:
     """Return the entry of a step.
+
+    Args:
+        folder: of the rollouts.
+        step: the step.
+        shard: name of its wave's shard.
 
     Raises:
         ShardError: it is missing or damaged.
     """
-    where = folder.at(key_of(step))
+    key = key_of(step, shard)
+    where = folder.at(key)
     try:
-        values: Any = folder.read_json(key_of(step))
+        values: Any = folder.read_json(key)
     except FileNotFoundError:
         raise ShardError("the ledger's entry of this step is missing", where=where, fix=REBUILD) from None
     except StorageError as error:

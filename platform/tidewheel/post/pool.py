@@ -17,11 +17,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
 
+from tidewheel.errors import RolloutError
 from tidewheel.post.groups import Group, Job
 from tidewheel.train.policy.config import GeneratorsConfig
 
 logger = logging.getLogger(__name__)
 OnEvent = Callable[..., None]
+ERROR_CHARACTERS = 600
+"""Of an error's text, its end."""
 LOST = "lost"
 """Reason of a group that has ended too many processes."""
 
@@ -91,6 +94,7 @@ class LocalPool:
         self._executor = self._started()
         self._jobs: dict[Future[Group], tuple[Job, int]] = {}
         self._given_up: deque[Group] = deque()
+        self._since = time.monotonic()  # the last result, or the last job after a time without any
 
     def _started(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(self._settings.processes, multiprocessing.get_context("spawn"), _begin,
@@ -98,6 +102,8 @@ class LocalPool:
 
     def submit(self, job: Job) -> None:
         """See `Pool`."""
+        if not self._jobs:
+            self._since = time.monotonic()
         self._submit(job, 1)
 
     def _submit(self, job: Job, tries: int) -> None:
@@ -118,12 +124,16 @@ class LocalPool:
                 self._restart()
                 return self._given_up.popleft() if self._given_up else None
             del self._jobs[future]
+            self._since = time.monotonic()
             return future.result()
+        if self._jobs and time.monotonic() - self._since > self._settings.lease_seconds:
+            self._kill()  # they hang; the pool then breaks, and starts anew
         return None
 
     def _restart(self) -> None:
         """Start new processes in the place of a broken pool's, and give them its jobs."""
         before, self._jobs = self._jobs, {}
+        self._since = time.monotonic()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor = self._started()
         self._on_event("generator_lost", jobs=len(before))
@@ -138,9 +148,15 @@ class LocalPool:
 
     def close(self) -> None:
         """See `Pool`."""
-        processes = list((self._executor._processes or {}).values())
+        processes = self._processes()
         self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
+        self._kill(processes)
+
+    def _processes(self) -> list[Any]:
+        return list((self._executor._processes or {}).values())
+
+    def _kill(self, processes: list[Any] | None = None) -> None:
+        for process in self._processes() if processes is None else processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
@@ -170,7 +186,6 @@ class RayPool:
         self._idle: list[Any] = []
         self._leases: dict[Any, tuple[Any, Job, int, float]] = {}
         self._given_up: deque[Group] = deque()
-        self._failed_starts = 0
 
     def submit(self, job: Job) -> None:
         """See `Pool`."""
@@ -213,9 +228,10 @@ class RayPool:
         try:
             ray.get(reference)
         except ray.exceptions.RayActorError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, Exception):  # its constructor failed: so would the next
-                raise cause from error
+            if error.actor_init_failed:  # so would the next
+                raise RolloutError(f"a generator cannot start: {str(error)[-ERROR_CHARACTERS:]}",
+                                   where="rollouts.generators", fix="mend what the last lines name; a reward of your "
+                                   "own must be importable on every node") from error
             self._on_event("generator_lost", jobs=0)
             return
         self._idle.append(actor)

@@ -71,7 +71,7 @@ def step_rollouts(run_uri: str, step: int = 0) -> tuple[StepEntry, list[SampledG
         pieces = tuple((_text(encoder, [token]), value) for token, value in zip(answer, row["log_probabilities"]))
         groups.setdefault(row["prompt_id"], []).append(
             Sampled(row["sample"], row["reward"], row["advantage"], _text(encoder, answer), pieces))
-    return ledger.read(folder, step), [SampledGroup(name, prompts[name], tuple(answers))
+    return ledger.read(folder, step, manifest.shards[step - 1].name), [SampledGroup(name, prompts[name], tuple(answers))
                                        for name, answers in groups.items()]
 
 

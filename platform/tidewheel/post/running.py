@@ -14,7 +14,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.checkpoint import tokenizer_files
 from tidewheel.checkpoint.verify import locate
-from tidewheel.errors import ConfigError, TidewheelError
+from tidewheel.errors import ConfigError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.post.collector import Collector, head_of, open_set
 from tidewheel.post.groups import Group
@@ -131,7 +131,7 @@ def _collect(collector: Collector, run: Run, ended: threading.Event) -> None:
     try:
         collector.collect()
     except Exception as error:
-        if ended.is_set():
+        if ended.is_set() or isinstance(error, OwnershipError):  # the run belongs to another driver, and goes on
             return
         logger.error("rollouts have ended", exc_info=error)
         known = isinstance(error, TidewheelError)

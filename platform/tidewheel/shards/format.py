@@ -6,11 +6,14 @@ There are three kinds: packed sequences (`shard_schema`), preference pairs (`pre
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidewheel.shards.manifest import TOKEN_DTYPES, ShardInfo, shard_name
+from tidewheel.errors import ShardError
+from tidewheel.shards.manifest import REBUILD, TOKEN_DTYPES, ShardInfo, shard_name
 from tidewheel.storage import Store, content_hash
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=None, metadata_version=pa.ipc.MetadataVersion.V5)
@@ -126,6 +129,42 @@ def write_shard(store: Store, table: pa.Table) -> ShardInfo:
     stamp = store.write(shard_name(digest), data)
     return ShardInfo(name=stamp.key, rows=table.num_rows, tokens=_tokens(table),
                      bytes=stamp.bytes, hash=stamp.hash)
+
+
+def only_batch(source: Path | bytes, where: str) -> pa.RecordBatch | None:
+    """Return the record batch of a shard file; None if it has none or several.
+
+    Args:
+        source: the file, which is memory-mapped, or its content.
+        where: location for error messages.
+
+    Raises:
+        ShardError: it is not a valid Arrow file.
+    """
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(source)) if isinstance(source, Path) else pa.py_buffer(source))
+        batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
+        if batch is not None:
+            batch.validate()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+    return batch
+
+
+def stored_batch(store: Store, info: ShardInfo) -> pa.RecordBatch | None:
+    """Return the record batch of a shard in a set's folder, whose hash is checked; None if it has none or several.
+
+    Raises:
+        ShardError: the shard is damaged; names the shard.
+    """
+    where = store.at(info.name)
+    try:
+        data = store.read(info.name)
+    except OSError as error:
+        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+    if content_hash(data) != info.hash:
+        raise ShardError("hash differs: the content has changed", where=where, fix=REBUILD)
+    return only_batch(data, where)
 
 
 def _tokens(table: pa.Table) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tidewheel.errors import ShardError, StorageError
+from tidewheel.errors import OwnershipError, ShardError, StorageError
 from tidewheel.shards.manifest import (
     FORMAT,
     GROWING,
@@ -163,17 +163,25 @@ def begin(store: Store, head: Manifest) -> Growing:
     return growing
 
 
-def publish(store: Store, known: Growing, shards: Sequence[ShardInfo]) -> Growing:
+def publish(store: Store, known: Growing, shards: Sequence[ShardInfo], *, alone: bool = True) -> Growing:
     """Publish the next wave, whose shards are written, and return the set with it.
 
     Args:
         store: the set's folder.
         known: the set so far.
         shards: the wave's shards.
+        alone: there is no other writer. If False, a wave that another one has written is not replaced.
+
+    Raises:
+        OwnershipError: another writer has published this wave, with other shards.
     """
     key, values = wave_key(len(known.manifest.waves)), known.record(shards)
     grown = known.grown(values, store.at(key))
-    store.write_json(key, values)
+    if alone:
+        store.write_json(key, values)
+    elif not store.create(key, json.dumps(values).encode()) and store.read_json(key) != values:
+        raise OwnershipError("another writer has published this wave with other shards", where=store.at(key),
+                             fix="let one driver own the run")
     return grown
 
 

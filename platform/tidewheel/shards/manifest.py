@@ -105,6 +105,26 @@ class Manifest:
         """Content hash of the canonical JSON: the identity of the set."""
         return content_hash(json.dumps(self.identity(), sort_keys=True, separators=(",", ":")).encode())
 
+    def place(self, row: int, where: str) -> tuple[ShardInfo, int]:
+        """Return the shard that holds a row, and the row's index in it.
+
+        Args:
+            row: index of the row in the whole set.
+            where: location for error messages.
+
+        Raises:
+            ShardError: there is no such row.
+        """
+        if not 0 <= row < self.rows:
+            raise ShardError(f"there is no row {row}", where=where,
+                             fix=f"rows of this set are numbered from 0 to {self.rows - 1}")
+        first = 0
+        for shard in self.shards:
+            if row < first + shard.rows:
+                return shard, row - first
+            first += shard.rows
+        raise AssertionError("the rows of shards add up to those of the set")
+
     def identity(self) -> dict[str, Any]:
         """Return the JSON values of the fields that identify the set."""
         values = self.canonical()

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards.format import preference_schema
+from tidewheel.shards.format import only_batch, preference_schema
 from tidewheel.shards.manifest import (
     PARTS,
     PREFERENCES,
@@ -90,13 +90,7 @@ class PairSet(OpenedSet[PairShard]):
 
     def _opened(self, path: Path, index: int) -> PairShard:
         info, where = self.manifest.shards[index], self.store.at(self.manifest.shards[index].name)
-        try:
-            reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
-            if batch is not None:
-                batch.validate()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+        batch = only_batch(path, where)
         schema = preference_schema(self.manifest.token_dtype, self.manifest.margins)
         if batch is None or not batch.schema.equals(schema) \
                 or batch.num_rows != info.rows or any(column.null_count for column in batch.columns):

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards.format import preference_schema
+from tidewheel.shards.format import preference_schema, stored_batch
 from tidewheel.shards.manifest import PREFERENCES, REBUILD, Manifest, ShardInfo, read_manifest
 
 __all__ = ["check_shard", "preference_schema", "read_pairs", "row_of"]
@@ -44,14 +44,7 @@ def read_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) ->
         ShardError: the shard is damaged; names the shard.
     """
     where = set_store.at(info.name)
-    try:
-        data = set_store.read(info.name)
-        if storage.content_hash(data) != info.hash:
-            raise ShardError("hash differs: the content has changed", where=where, fix=REBUILD)
-        reader = pa.ipc.open_file(pa.py_buffer(data))
-        batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+    batch = stored_batch(set_store, info)
     if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype, manifest.margins)):
         raise ShardError("the shard's columns are not those of its manifest", where=where, fix=REBUILD)
     return batch
@@ -116,13 +109,7 @@ def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | 
     Raises:
         ShardError: there is no such row, or its shard is damaged.
     """
-    if not 0 <= row < manifest.rows:
-        raise ShardError(f"there is no row {row}", where=set_store.uri,
-                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}")
-    ends = np.cumsum([shard.rows for shard in manifest.shards])
-    index = int(np.searchsorted(ends, row, side="right"))
-    info = manifest.shards[index]
-    inside = row - int(ends[index]) + info.rows
+    info, inside = manifest.place(row, set_store.uri)
     values = read_shard(set_store, info, manifest).slice(inside, 1).to_pylist()[0]
     return {"row": row, "id": f"{info.name}:{inside}", "document": values["document_id"],
             "prompt_length": values["prompt_length"], "chosen_length": len(values["chosen"]),

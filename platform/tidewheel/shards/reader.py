@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidewheel.errors import ShardError
-from tidewheel.shards.format import shard_schema
+from tidewheel.shards.format import only_batch, shard_schema
 from tidewheel.shards.manifest import PACKED, REBUILD, Manifest, ShardInfo
 from tidewheel.shards.opened import OnDamage as OnDamage
 from tidewheel.shards.opened import OpenedSet
@@ -47,13 +47,7 @@ def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> S
     Raises:
         ShardError: it is not an Arrow file, or its columns or rows differ from the manifest.
     """
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
-        if batch is not None:
-            batch.validate()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+    batch = only_batch(path, where)
     expected = shard_schema(manifest.sequence_length, manifest.token_dtype, manifest.loss_mask)
     if batch is None or not batch.schema.equals(expected):
         raise ShardError("the shard's columns are not those of its manifest", where=where, fix=REBUILD)

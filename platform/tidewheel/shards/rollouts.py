@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards.format import rollout_schema
+from tidewheel.shards.format import only_batch, rollout_schema, stored_batch
 from tidewheel.shards.manifest import REBUILD, ROLLOUTS, Manifest, ShardInfo
 from tidewheel.shards.opened import OpenedSet, Rows
 
@@ -96,13 +96,7 @@ class RolloutSet(OpenedSet[RolloutShard]):
 
     def _opened(self, path: Path, index: int) -> RolloutShard:
         info, where = self.manifest.shards[index], self.store.at(self.manifest.shards[index].name)
-        try:
-            reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
-            if batch is not None:
-                batch.validate()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+        batch = only_batch(path, where)
         if batch is None or not batch.schema.equals(rollout_schema(self.manifest.token_dtype)) \
                 or batch.num_rows != info.rows or any(column.null_count for column in batch.columns):
             raise ShardError(f"the shard's columns or rows are not those of its manifest, which has {info.rows} rows",
@@ -112,23 +106,8 @@ class RolloutSet(OpenedSet[RolloutShard]):
             raise self._damaged(index, problem)
         return shard
 
-    def lengths(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the tokens of each row, int32 [B].
-
-        Args:
-            shards: see `rows`.
-            rows: see `rows`.
-
-        Raises:
-            ShardError: a shard is missing or damaged.
-            IndexError: there is no such shard or row.
-        """
-        self._check(shards, rows)
-        lengths = np.empty(len(shards), dtype=np.int32)
-        for index in np.unique(shards).tolist():
-            in_shard = shards == index
-            lengths[in_shard] = self.shard(index).lengths[rows[in_shard]]
-        return lengths
+    def _lengths(self, shard: RolloutShard) -> np.ndarray:
+        return shard.lengths
 
     def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         manifest, shape = self.manifest, (len(shards), self.manifest.sequence_length)
@@ -173,16 +152,7 @@ def read_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) ->
         ShardError: the shard is damaged; names the shard.
     """
     where = set_store.at(info.name)
-    try:
-        data = set_store.read(info.name)
-        if storage.content_hash(data) != info.hash:
-            raise ShardError("hash differs: the content has changed", where=where, fix=REBUILD)
-        reader = pa.ipc.open_file(pa.py_buffer(data))
-        batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
-        if batch is not None:
-            batch.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
+    batch = stored_batch(set_store, info)
     if batch is None or not batch.schema.equals(rollout_schema(manifest.token_dtype)) or batch.num_rows != info.rows:
         raise ShardError("the shard's columns or rows are not those of its manifest", where=where, fix=REBUILD)
     shard = RolloutShard.of(batch)
@@ -219,13 +189,7 @@ def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | 
     Raises:
         ShardError: there is no such row, or its shard is damaged.
     """
-    if not 0 <= row < manifest.rows:
-        raise ShardError(f"there is no row {row}", where=set_store.uri,
-                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}")
-    ends = np.cumsum([shard.rows for shard in manifest.shards])
-    index = int(np.searchsorted(ends, row, side="right"))
-    info = manifest.shards[index]
-    inside = row - int(ends[index]) + info.rows
+    info, inside = manifest.place(row, set_store.uri)
     values = read_shard(set_store, info, manifest).batch.slice(inside, 1).to_pylist()[0]
     return {"row": row, "id": f"{info.name}:{inside}", "prompt_id": values["prompt_id"], "sample": values["sample"],
             "prompt_length": values["prompt_length"], "length": len(values["tokens"]), "reward": values["reward"],

@@ -7,7 +7,6 @@ wave is written, and reads the same rows as if all waves had been.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,14 +31,13 @@ class WaveOrder:
 
     def __init__(self, rows_per_shard: Sequence[int], waves: Sequence[int], seed: int, *, whole: bool = True,
                  **sizes: Any) -> None:
-        bounds = [0, *itertools.accumulate(waves)]
-        self._whole, self._first = whole, bounds
-        self._orders: list[Order | None] = []
-        for wave, (first, behind) in enumerate(itertools.pairwise(bounds)):
-            rows = rows_per_shard[first:behind]
-            self._orders.append(Order(rows, hash64(seed ^ hash64(wave ^ _WAVES)), **sizes) if sum(rows) else None)
-        self._ends = np.cumsum([0 if order is None else order.total for order in self._orders], dtype=np.int64)
-        self.total = int(self._ends[-1]) if len(self._ends) else 0
+        self._whole, self._seed, self._sizes = whole, seed, sizes
+        self._rows = np.asarray(rows_per_shard, dtype=np.int64)
+        self._first = np.concatenate((np.zeros(1, np.int64), np.cumsum(waves, dtype=np.int64)))  # shard of each wave
+        ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(self._rows)))[self._first]
+        self._ends = ends[1:]
+        self._orders: dict[int, Order] = {}  # of the waves that were read: a run may have one for each step
+        self.total = int(ends[-1])
         """Rows of one epoch; while more waves are to come, rows of the present ones."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -60,9 +58,14 @@ class WaveOrder:
         waves = np.searchsorted(self._ends, inside, side="right")
         shards, rows = np.empty_like(positions), np.empty_like(positions)
         for wave in np.unique(waves).tolist():  # one or two in a batch
-            in_wave, order = waves == wave, self._orders[wave]
-            assert order is not None, "an empty wave has no position"
+            in_wave, order = waves == wave, self._order(wave)
             start = int(self._ends[wave]) - order.total
             shards[in_wave], rows[in_wave] = order.locate(epochs[in_wave] * order.total + inside[in_wave] - start)
             shards[in_wave] += self._first[wave]
         return shards, rows
+
+    def _order(self, wave: int) -> Order:
+        if wave not in self._orders:
+            rows = self._rows[self._first[wave]:self._first[wave + 1]].tolist()
+            self._orders[wave] = Order(rows, hash64(self._seed ^ hash64(wave ^ _WAVES)), **self._sizes)
+        return self._orders[wave]

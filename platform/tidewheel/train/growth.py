@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tidewheel.errors import ShardError, StorageAwayError
 from tidewheel.shards.growing import Growing, take_in
 from tidewheel.shards.source import Source
-from tidewheel.storage import store
+from tidewheel.storage import is_remote, store
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.record import RunRecord
@@ -24,7 +24,7 @@ from tidewheel.train.storage_wait import StorageWait
 POLL_SECONDS = 2.0
 """Between two looks for the next wave; less if collectives have a short time limit."""
 ROLLOUT_POLL_SECONDS = 0.02
-"""The same for rollouts: a step waits for each wave of them."""
+"""The same for rollouts in a local folder, where a look costs no request: a step waits for each wave of them."""
 FAILED = "failed.json"
 """In the set's folder: why its writer has given up, {"error": text, "fix": text}."""
 
@@ -46,7 +46,8 @@ class Growth:
                  control: Control, retry: StorageWait) -> None:
         self._config, self._source, self._collectives = config, source, collectives
         self._record, self._control, self._retry = record, control, retry
-        poll = POLL_SECONDS if config.rollouts is None else ROLLOUT_POLL_SECONDS
+        often = config.rollouts is not None and not is_remote(config.data.uri)
+        poll = ROLLOUT_POLL_SECONDS if often else POLL_SECONDS
         self._poll = min(poll, config.guards.collective_timeout_seconds / 4)
         self._since: float | None = None  # start of the present wait
         self._began = 0.0

@@ -58,6 +58,7 @@ class RunRecord:
         self.store, self._generation, self._history = store, generation, history
         self.metrics = JsonLog(store, "metrics.jsonl", order=generation)
         self.batches = JsonLog(store, "batches.jsonl", order=generation)
+        self._waves: dict[int, str] | None = None  # hashes by number, of the waves that the run has read
 
     def flush(self) -> None:
         """Write out the buffered lines of all logs."""
@@ -158,13 +159,15 @@ class RunRecord:
         Raises:
             ShardError: the run has read a wave of this number with other content.
         """
-        known = {int(line["wave"]): line["hash"] for line in jsonlog.read(self.store, WAVES)}
-        _same_waves(known, {wave["number"]: wave["hash"] for wave in waves}, self.store.uri)
-        log = JsonLog(self.store, WAVES, order=self._generation)
+        if self._waves is None:  # read once: a run may have a wave for each step
+            self._waves = {int(line["wave"]): line["hash"] for line in jsonlog.read(self.store, WAVES)}
+            self._waves_log = JsonLog(self.store, WAVES, order=self._generation)
+        _same_waves(self._waves, {wave["number"]: wave["hash"] for wave in waves}, self.store.uri)
         for wave in waves:
-            if wave["number"] not in known:
-                log.append({"time": time.time(), "wave": wave["number"], "hash": wave["hash"]})
-        log.flush()
+            if wave["number"] not in self._waves:
+                self._waves_log.append({"time": time.time(), "wave": wave["number"], "hash": wave["hash"]})
+            self._waves[wave["number"]] = wave["hash"]
+        self._waves_log.flush()
 
     def write_result(self, result: TrainResult) -> None:
         """Write result.json, which marks the run as finished."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.post.runs import ScriptedPool, rollout_run
 from tidewheel import storage
-from tidewheel.errors import InputError, RolloutError
+from tidewheel.errors import InputError, OwnershipError, RolloutError
 from tidewheel.inference.group import Answer
 from tidewheel.post import ledger, policy
 from tidewheel.post.advantages import advantages
@@ -19,7 +19,7 @@ from tidewheel.post.collector import Collector, head_of, open_set
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.ledger import Dropped
 from tidewheel.post.running import Prepared, prepare
-from tidewheel.shards.growing import read_set
+from tidewheel.shards.growing import Growing, read_set
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.run import Run
 
@@ -48,7 +48,7 @@ def collect(folder: Path, answer: Callable[[Job], Group], *overrides: str, run: 
 def waves(config: TrainConfig) -> tuple[list[str], list[ledger.StepEntry]]:
     folder = storage.store(config.data.uri)
     names = [shard.name for shard in read_set(folder).shards]
-    return names, [ledger.read(folder, step) for step in range(1, len(names) + 1)]
+    return names, [ledger.read(folder, step, name) for step, name in enumerate(names, start=1)]
 
 
 def some_fail(job: Job) -> Group:
@@ -99,6 +99,23 @@ def test_a_collector_continues_behind_the_last_wave(tmp_path: Path):
     config, pool = collect(tmp_path, some_fail, run="ended")
     assert waves(config) == whole
     assert min(pool.submitted) == 9, "what is written is not sampled again"
+
+
+def test_two_drivers_cannot_mix_their_waves(tmp_path: Path):
+    whole = waves(collect(tmp_path, some_fail, "steps=2")[0])
+
+    def other(job: Job) -> Group:
+        return answered(job, (0.0, 1.0, 0.0, 0.0))
+
+    run = Run.open(rollout_run(tmp_path, "run", "batch.global_sequences=16", "batch.micro_sequences=4", "steps=2"))
+    config, prepared = run.config, prepare(run)
+    assert prepared is not None
+    head = head_of(config, prepared.prompts, prepared.tokenizer, prepared.vocabulary_size)
+    late = Collector(config, prepared.prompts, Growing.of(head), ScriptedPool(other), on_step=lambda *_: None,
+                     ended=threading.Event())
+    with pytest.raises(OwnershipError, match="another writer has published this wave"):
+        late.collect()
+    assert waves(config) == whole
 
 
 def test_a_step_that_drops_too_much_ends_the_run(tmp_path: Path):
