@@ -13,8 +13,12 @@ from tests.unit.post.runs import rollout_run
 from tidewheel.checkpoint.digest import digest
 from tidewheel.cluster.local import LocalCluster
 from tidewheel.elastic.trainer import fit, fit_local
+from tidewheel.errors import RolloutError
 from tidewheel.post.audit import audit_rollouts
+from tidewheel.post.groups import Group
+from tidewheel.post.pool import RayPool
 from tidewheel.train.audit import audit
+from tidewheel.train.policy.config import GeneratorsConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -52,3 +56,22 @@ def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
     alone = rollout_run(tmp_path, "alone", f"steps={STEPS}", "rollouts.look_ahead=1")
     fit_local(alone)
     assert digest(config.run_uri).state == digest(alone.run_uri).state
+
+
+def first(pool: RayPool) -> Group:
+    """Return the first group that is done."""
+    group = None
+    while group is None:
+        group = pool.next(1.0)
+    return group
+
+
+def test_generators_that_cannot_start_end_the_run_with_the_reason():
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        pool = RayPool(({}, [], {}, 8), GeneratorsConfig(), lambda kind, **_: None)
+        with pytest.raises(RolloutError, match="a generator cannot start"):
+            first(pool)
+        pool.close()
+    finally:
+        ray.shutdown()

@@ -47,12 +47,14 @@ class Prepared:
 def prepare(run: Run) -> Prepared | None:
     """Read the prompts and begin the run's set of rollouts, unless it exists; None if the run makes none.
 
+    Only the first call for an open run does the work.
+
     Raises:
         ConfigError, InputError, RolloutError: the settings, the prompts or the set do not fit.
     """
     config = run.config
-    if config.rollouts is None:
-        return None
+    if config.rollouts is None or run.prepared is not None:
+        return run.prepared
     encoder, data = tokenizer_of(config)
     longest = config.rollouts.sequence_length or config.model.max_sequence_length
     prompts = read_prompts(config.rollouts.prompts, encoder, room=longest - config.rollouts.answer_tokens,
@@ -63,6 +65,7 @@ def prepare(run: Run) -> Prepared | None:
     vocabulary = config.model.vocabulary_size or encoder.padded_size
     prepared = Prepared(prompts, tokenizer, vocabulary)
     open_set(folder, head_of(config, prompts, tokenizer, vocabulary))
+    run.prepared = prepared
     return prepared
 
 

@@ -84,8 +84,13 @@ class Growing:
 
     def records(self, first: int = 0) -> list[dict[str, Any]]:
         """Return the records of the waves from number `first` on, as JSON values."""
-        return [_record(number, self.hashes[number], shards)
-                for number, shards in enumerate(_waves(self.manifest)) if number >= first]
+        waves, begin = self.manifest.waves, sum(self.manifest.waves[:first])
+        records = []
+        for number in range(first, len(waves)):
+            shards = self.manifest.shards[begin:begin + waves[number]]
+            records.append(_record(number, self.hashes[number], shards))
+            begin += waves[number]
+        return records
 
     def record(self, shards: Sequence[ShardInfo]) -> dict[str, Any]:
         """Return the record of the next wave if it has these shards."""

@@ -29,7 +29,10 @@ class Run:
         config: the settings, with absolute URIs: a worker's working folder is not the user's.
         store: the run's folder.
         checkpoints: the folder of its checkpoints.
+        prepared: what `post.running.prepare` has read for the run's rollouts; None before, and for a run without.
     """
+
+    prepared: Any = None
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
         self.config = config
