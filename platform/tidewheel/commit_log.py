@@ -26,6 +26,7 @@ from tidewheel.storage import Store
 FOLDER = "commits"
 GENERATIONS_PER_EPOCH = 1_000_000
 TAKE_OVER, COMMIT, RETIRE, RELEASE = "take_over", "commit", "retire", "release"
+_JITTER = random.Random()  # not the shared generator, which belongs to the user
 PAUSE_SECONDS = 0.05
 """Pauses between tries of a contested slot are random, up to this many seconds times the number of the try."""
 
@@ -238,7 +239,7 @@ class CommitLog:
             case protocol.Delete(name):
                 return self._store.delete(name)
             case protocol.Pause(attempt):
-                return time.sleep(random.random() * PAUSE_SECONDS * min(attempt, 20))
+                return time.sleep(_JITTER.random() * PAUSE_SECONDS * min(attempt, 20))
 
 
 def taken_over(where: str, head: Record | None) -> OwnershipError:

@@ -34,6 +34,17 @@ class DiesOnce(TaskWorker):
         return super().answer(index, unit)
 
 
+class HangsOnce(TaskWorker):
+    """A worker whose process stops when it is to answer its first unit, unless another did before."""
+
+    def answer(self, index: int, unit: Unit) -> Published:
+        mark = Path(self._output).parent / "hung"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().answer(index, unit)
+
+
 class DiesAlways(TaskWorker):
     def answer(self, index: int, unit: Unit) -> Published:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -64,13 +75,18 @@ def test_workers_give_the_answers_of_one_process(ray: None, tmp_path: Path, monk
     monkeypatch.setattr(task_workers, "TaskWorker", DiesOnce)
     found[2] = evaluate_on_workers(model, options, str(tmp_path / "two"), Resources(2))
     assert (tmp_path / "killed").exists()
+    monkeypatch.setattr(task_workers, "TaskWorker", HangsOnce)
+    monkeypatch.setattr(task_workers, "LEASE_SECONDS", 20.0)  # a worker opens the model and answers in two seconds
+    found[3] = evaluate_on_workers(model, options, str(tmp_path / "three"), Resources(2))
+    assert (tmp_path / "hung").exists()
+    monkeypatch.setattr(task_workers, "LEASE_SECONDS", 3600.0)
     for workers, results in found.items():
         assert [result.figures for result in results] == [result.figures for result in expected], workers
-    assert units(tmp_path / "plain") == units(tmp_path / "one") == units(tmp_path / "two")
+    assert units(tmp_path / "plain") == units(tmp_path / "one") == units(tmp_path / "two") == units(tmp_path / "three")
     monkeypatch.setattr(task_workers, "TaskWorker", DiesAlways)
     again = evaluate_on_workers(model, options, str(tmp_path / "two"), Resources(1))
     assert [result.answered for result in again] == [0, 0]
-    with pytest.raises(ClusterError, match="lost in a row"):
+    with pytest.raises(ClusterError, match="in a row were lost"):
         evaluate_on_workers(model, options, str(tmp_path / "lost"), Resources(1))
     broken = Options((write_task(tmp_path / "tasks", "broken", {**CHOICES, "doc_to_text": "{{x}}"}),))
     with pytest.raises(InputError, match="'x' is undefined"):

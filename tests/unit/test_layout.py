@@ -44,7 +44,8 @@ LEVELS = [
 ]
 # The levels inside `data`. A name stands for a module or a folder; for each module the longest matching name counts.
 DATA_LEVELS = [
-    ("document", "languages", "progress", "quarantine", "resources", "text_template", "thresholds", "url"),
+    ("compression", "document", "languages", "progress", "quarantine", "text_template", "thresholds", "url"),
+    ("resources",),
     ("verdicts", "text"),
     ("dedup", "decontaminate"),
     ("textpass",),
@@ -221,6 +222,15 @@ def test_ray_stays_at_the_edges(path):
     if inside.startswith(RAY_ROOMS):
         return
     assert not [name for name in imports(path) if name.split(".")[0] == "ray"], f"{inside} imports ray"
+
+
+@every(modules())
+def test_the_shared_random_generators_are_left_alone(path):
+    # a retry that draws from them would change what a user's transform draws after it
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert not re.fullmatch(r"((np|numpy)\.)?random\.(?!default_rng)[a-z]\w*", called), called
 
 
 @every(modules())

@@ -8,19 +8,17 @@ returns exactly that content or fails.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import importlib.util
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tidewheel.data.compression import decompress
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Store, content_hash, join, split
 
 PACKAGE = "package:"
 _HASH = "blake3-"
-_GZIP = b"\x1f\x8b"
 
 
 def find(paths: Iterable[str], input: str) -> dict[str, str]:
@@ -84,7 +82,7 @@ def local_path(reference: str) -> Iterator[Path]:
 def lines(references: Iterable[str]) -> list[str]:
     """Return the entries of list files: one on each line, without blank lines and lines that start with "#".
 
-    The files are UTF-8, plain or gzip.
+    The files are UTF-8: plain, gzip or zstd.
 
     Raises:
         InputError: a file is missing, or is not text.
@@ -93,10 +91,11 @@ def lines(references: Iterable[str]) -> list[str]:
     entries: list[str] = []
     for reference in references:
         data = read(reference)
+        where = reference.partition("@")[2] or reference
         try:
-            text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode("utf-8-sig")
-        except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-            raise InputError(f"not a list in UTF-8: {str(error)[:200]}", where=reference.partition("@")[2] or reference,
+            text = decompress(data, where).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(f"not a list in UTF-8: {str(error)[:200]}", where=where,
                              fix="give a text file with one entry on each line, plain or gzip") from None
         stripped = (line.strip() for line in text.splitlines())
         entries += [line for line in stripped if line and not line.startswith("#")]

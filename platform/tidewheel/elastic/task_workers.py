@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ from tidewheel.inference.tasks.task import Task
 logger = logging.getLogger(__name__)
 LOSSES = 3
 """Workers that may be lost in a row without a unit in between."""
+LEASE_SECONDS = 3600.0
+"""A worker that takes longer than this for one unit hangs, and another takes the unit over. The first unit of a worker
+includes opening the model."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,15 @@ def evaluate_on_workers(model: Model, options: Options, output: str, resources: 
                       {"chat": options.chat, **(about or {})}) for task, own in zip(tasks, units)]
 
 
+@dataclass(frozen=True)
+class _Lease:
+    """A unit that a worker has, and the time at which it got it."""
+
+    actor: Any
+    job: tuple[int, Unit]
+    since: float
+
+
 class _Pool:
     """Workers and the units that they have."""
 
@@ -165,35 +178,51 @@ class _Pool:
         Args:
             pending: (index of the task, unit).
         """
-        import ray
-
         waiting = list(reversed(pending))
-        idle, running, losses = list(self._actors), dict[Any, tuple[Any, tuple[int, Unit]]](), 0
+        idle = list(self._actors)
+        running: dict[Any, _Lease] = {}
+        losses = 0
         while waiting or running:
             while waiting and idle:
-                actor, job = idle.pop(0), waiting.pop()
-                running[actor.answer.remote(*job)] = (actor, job)
-            (ready, *_), _ = ray.wait(list(running), num_returns=1)
-            actor, job = running.pop(ready)
-            try:
-                published = ray.get(ready)
-            except ray.exceptions.RayActorError as error:
-                _raise_cause(error)
+                actor = idle.pop(0)
+                job = waiting.pop()
+                running[actor.answer.remote(*job)] = _Lease(actor, job, time.monotonic())
+            reference, in_time = self._next(running)
+            lease = running.pop(reference)
+            published = _received(reference) if in_time else None
+            if published is None:
                 losses += 1
-                logger.warning("a worker is lost with %s; another takes it over", job[1].label)
+                logger.warning("the worker that had %s %s; another takes it over", lease.job[1].label,
+                               "is lost" if in_time else f"has not answered for {LEASE_SECONDS:.0f} s")
                 if losses > LOSSES:
-                    raise self._lost() from None
-                self._actors.remove(actor)
-                self._actors.append(self._start())
-                idle.append(self._actors[-1])
-                waiting.append(job)
+                    raise self._lost()
+                idle.append(self._replace(lease.actor))
+                waiting.append(lease.job)
                 continue
             losses = 0
-            idle.append(actor)
+            idle.append(lease.actor)
             yield published
 
+    def _next(self, running: Mapping[Any, _Lease]) -> tuple[Any, bool]:
+        """Wait until a worker has answered or is lost. Return its reference, and whether this was within its lease."""
+        import ray
+
+        oldest = min(running, key=lambda reference: running[reference].since)
+        left = running[oldest].since + LEASE_SECONDS - time.monotonic()
+        ready, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, left))
+        return (ready[0], True) if ready else (oldest, False)
+
+    def _replace(self, actor: Any) -> Any:
+        import ray
+
+        ray.kill(actor)
+        self._actors.remove(actor)
+        self._actors.append(self._start())
+        return self._actors[-1]
+
     def _lost(self) -> ClusterError:
-        return ClusterError(f"{LOSSES} workers were lost in a row", where="--workers",
+        return ClusterError(f"more than {LOSSES} workers in a row were lost, or did not answer for "
+                            f"{LEASE_SECONDS:.0f} s", where="--workers",
                             fix="look for a lack of memory on the nodes; what was answered is kept: give the command "
                                 "again, with fewer workers")
 
@@ -203,6 +232,18 @@ class _Pool:
 
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _received(reference: Any) -> Published | None:
+    """Return what a worker published; None if the worker is lost."""
+    import ray
+
+    try:
+        published: Published = ray.get(reference)
+    except ray.exceptions.RayActorError as error:
+        _raise_cause(error)
+        return None
+    return published
 
 
 def _raise_cause(error: BaseException) -> None:

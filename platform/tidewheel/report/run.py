@@ -201,7 +201,7 @@ def _cards(read: _Run, audit: Any, audit_error: str) -> Html:
     if validation is not None:
         beats = bigram is not None and validation < bigram
         items.append(("Validation loss", f"{validation:.3f}", _beside(read), "good" if beats else ""))
-    elif read.last("loss") is not None:
+    elif read.last("loss") is not None and not read.config.get("rollouts"):  # a policy's loss says nothing: see rewards
         items.append(("Training loss", f"{read.last('loss'):.3f}", "nats per token, last step", ""))
     if audit is not None:
         items.append(("Audit", "exact" if audit.ok else f"{len(audit.mismatches)} wrong",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from blake3 import blake3
 
 from tidewheel import storage
+from tidewheel.data.compression import decompress
 from tidewheel.errors import InputError
 
 TEXT_FIELDS = ("question", "text", "prompt", "query", "input", "problem")
@@ -98,8 +98,8 @@ def _read(store: storage.Store, name: str) -> list[EvalItem]:
         raise InputError("no such file of evaluation items", where=store.at(name),
                          fix="correct the path in the step decontaminate") from None
     try:
-        lines = (gzip.decompress(data) if name.endswith(".gz") else data).decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        lines = decompress(data, store.at(name)).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
         raise InputError(f"cannot be read as UTF-8 text ({error})", where=store.at(name),
                          fix="give UTF-8 JSONL, plain or compressed with gzip") from None
     stem = name.rpartition("/")[2].partition(".")[0]

@@ -17,10 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tidewheel.data.compression import first_line
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers.columns_size import Sizes, largest_entry, row_bytes, size_of
-from tidewheel.data.readers.packed import file_errors, first_line
+from tidewheel.data.readers.packed import file_errors
 from tidewheel.data.readers.record import Location, Record, document_fields, message_fields, record
 from tidewheel.storage import Store
 

@@ -1,37 +1,21 @@
-"""Open source files: decompress gzip and zstd, recode UTF-16 as UTF-8, and tell damaged files from failing storage.
-
-The first bytes decide how a file is compressed, not its name.
-"""
+"""Open source files: decompress them, recode UTF-16 as UTF-8, and tell damaged files from failing storage."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
-import gzip
 import io
-import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import pyarrow as pa
 
+from tidewheel.data.compression import DAMAGE, LOOK_BYTES, decompressed_stream, first_line, packing_of
 from tidewheel.errors import InputError
 from tidewheel.storage import Store
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-CODECS = {".gz": "gzip", ".zst": "zstd"}
-_MAGIC = (("gzip", b"\x1f\x8b"), ("zstd", b"\x28\xb5\x2f\xfd"),
-          *(("zstd", bytes([0x50 + variant]) + b"\x2a\x4d\x18") for variant in range(16)))  # skippable frames
 _BOMS = (("", codecs.BOM_UTF32_LE), ("utf-16-le", codecs.BOM_UTF16_LE), ("utf-16-be", codecs.BOM_UTF16_BE))
-_LOOK_BYTES = 16
 _RECODE_BYTES = 64 << 10
-DAMAGE = (zlib.error, gzip.BadGzipFile, zstd.ZstdError)
-"""Exceptions that decompression raises if the compressed bytes are damaged."""
 
 
 class UnreadableFile(Exception):
@@ -46,36 +30,6 @@ class Stream(Protocol):
 
     def read(self, size: int = -1, /) -> bytes:
         """Return at most `size` bytes, all by default."""
-
-
-def unpacked_name(key: str) -> str:
-    """Return the key in lower case, without the ending of a compression."""
-    key = key.lower()
-    return next((key.removesuffix(ending) for ending in CODECS if key.endswith(ending)), key)
-
-
-def is_packed(key: str) -> bool:
-    """Return whether the file's name says that it is compressed."""
-    return unpacked_name(key) != key.lower()
-
-
-def packing_of(key: str, head: bytes) -> str:
-    """Return how a file with these first bytes is compressed: "gzip", "zstd" or "".
-
-    A file that is named as compressed but does not begin as such is plain if it begins with text, and damaged
-    otherwise.
-    """
-    for packing, magic in _MAGIC:
-        if head.startswith(magic):
-            return packing
-    claimed = next((packing for ending, packing in CODECS.items() if key.lower().endswith(ending)), "")
-    return "" if claimed and head and _is_text(head) else claimed
-
-
-def _is_text(head: bytes) -> bool:
-    text = head.decode("utf-8", "ignore")  # a character may be cut off at the end
-    return len(text.encode()) > len(head) - 4 and all(character.isprintable() or character.isspace()
-                                                      for character in text)
 
 
 def encoding_of(head: bytes) -> str:
@@ -102,9 +56,9 @@ def opened(store: Store, key: str) -> Iterator[Any]:
         InputError, StorageError: the file is missing, or its storage fails; its content is not the cause.
     """
     with file_errors(store, key), store.open(key) as stream:
-        packing = packing_of(key, stream.read(_LOOK_BYTES))
+        packing = packing_of(key, stream.read(LOOK_BYTES))
         encoding = _encoding(stream, packing)
-        unpacked = _unpacked(stream, packing)
+        unpacked = decompressed_stream(stream, packing)
         yield io.BufferedReader(Recoded(unpacked, encoding)) if encoding else unpacked
 
 
@@ -112,20 +66,12 @@ def opened(store: Store, key: str) -> Iterator[Any]:
 def unpacked(store: Store, key: str) -> Iterator[Any]:
     """Open a file as a stream of decompressed bytes, in the file's own encoding. Raise the errors of `opened`."""
     with file_errors(store, key), store.open(key) as stream:
-        yield _unpacked(stream, packing_of(key, stream.read(_LOOK_BYTES)))
-
-
-def _unpacked(stream: Any, packing: str) -> Any:
-    """Return a stream of the decompressed file from its beginning."""
-    stream.seek(0)
-    if packing == "gzip":
-        return gzip.GzipFile(fileobj=stream, mode="rb")  # checks length and sum, reads files of several members
-    return zstd.ZstdFile(stream) if packing == "zstd" else stream
+        yield decompressed_stream(stream, packing_of(key, stream.read(LOOK_BYTES)))
 
 
 def _encoding(stream: Any, packing: str) -> str:
     try:
-        return encoding_of(_unpacked(stream, packing).read(_LOOK_BYTES))
+        return encoding_of(decompressed_stream(stream, packing).read(LOOK_BYTES))
     except (EOFError, OSError, *DAMAGE):  # reading the file from its beginning raises it again
         return ""
 
@@ -188,8 +134,3 @@ def file_errors(store: Store, key: str) -> Iterator[None]:
                              "use a machine with more memory") from None
     except (OSError, EOFError, *DAMAGE, pa.ArrowException) as error:  # a StorageError is not the file's fault
         raise UnreadableFile(first_line(error)) from None
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -12,19 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tidewheel.data.compression import DAMAGE, packing_of, unpacked_name
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.reader import AUTO, READERS, FileHead, FileMatch, Reader
 from tidewheel.data.readers import foreign
-from tidewheel.data.readers.packed import (
-    DAMAGE,
-    Recoded,
-    UnreadableFile,
-    encoding_of,
-    file_errors,
-    opened,
-    packing_of,
-    unpacked_name,
-)
+from tidewheel.data.readers.packed import Recoded, UnreadableFile, encoding_of, file_errors, opened
 from tidewheel.errors import ConfigError
 from tidewheel.parts import is_own, name_of, source_hash
 from tidewheel.storage import Store

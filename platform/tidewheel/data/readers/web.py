@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from tidewheel.data.compression import DAMAGE, first_line, zstd
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.readers.packed import DAMAGE, first_line, opened, zstd
+from tidewheel.data.readers.packed import opened
 from tidewheel.data.readers.page_process import page_process
 from tidewheel.data.readers.record import Location, Record, record
 from tidewheel.errors import InputError

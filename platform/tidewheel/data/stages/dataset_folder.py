@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from tidewheel import yaml_text
-from tidewheel.data.readers.packed import unpacked_name
+from tidewheel.data.compression import unpacked_name
 from tidewheel.data.readers.sniff import endings
 from tidewheel.errors import InputError
 from tidewheel.storage import Store, matches

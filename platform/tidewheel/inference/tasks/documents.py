@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tidewheel import storage
+from tidewheel.data.compression import decompress
 from tidewheel.errors import InputError
 from tidewheel.inference.tasks.config import TaskConfig
 from tidewheel.inference.tasks.templates import Document
@@ -83,11 +83,9 @@ def _content(path: str, where: str) -> tuple[str, bytes]:
         parent, name = storage.split(uri)
         try:
             data = parent.read(name)
-            return uri, gzip.decompress(data) if uri.endswith(".gz") else data
         except FileNotFoundError:
             continue
-        except (OSError, EOFError) as error:
-            raise InputError(f"cannot be read ({error})", where=uri, fix="make the file again") from None
+        return uri, decompress(data, uri)
     raise InputError("the task's data is missing: there is no such file", where=" or ".join(uris),
                      fix=f"correct dataset_kwargs.data_files in {where}, or make the file")
 

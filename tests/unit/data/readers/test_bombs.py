@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tidewheel.data.compression import zstd
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.readers import columns, read_records
-from tidewheel.data.readers.packed import zstd
 from tidewheel.errors import InputError
 from tidewheel.storage import store
 

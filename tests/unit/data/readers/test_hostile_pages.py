@@ -14,8 +14,8 @@ import brotli
 import pytest
 
 from tests.unit.data.readers.test_web import block, http, ids, page, read, response
+from tidewheel.data.compression import zstd
 from tidewheel.data.readers import page_text
-from tidewheel.data.readers.packed import zstd
 from tidewheel.data.readers.page_process import PageProcess
 from tidewheel.errors import InputError
 

@@ -15,12 +15,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tidewheel.data.compression import packing_of
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.document import content_id
 from tidewheel.data.quarantine import REASONS, Bad
 from tidewheel.data.readers import Record, Shape, UnreadableFile, ranges, read_records
 from tidewheel.data.readers.lines import is_blank, parse
-from tidewheel.data.readers.packed import encoding_of, packing_of
+from tidewheel.data.readers.packed import encoding_of
 from tidewheel.errors import InputError
 from tidewheel.storage import content_hash, store
 

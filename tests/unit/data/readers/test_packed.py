@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidewheel.data.readers.packed import UnreadableFile, file_errors, is_packed, opened, unpacked_name
+from tidewheel.data.readers.packed import UnreadableFile, file_errors, opened
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import store
 
@@ -15,11 +15,6 @@ from tidewheel.storage import store
 def test_a_damaged_file_raises_another_error_than_failing_storage(tmp_path, error, becomes):
     with pytest.raises(becomes), file_errors(store(tmp_path), "a.jsonl"):
         raise error
-
-
-def test_names_of_compressed_files():
-    assert [unpacked_name(name) for name in ("A.JSONL.GZ", "b.txt", "c.warc.zst")] == ["a.jsonl", "b.txt", "c.warc"]
-    assert [is_packed(name) for name in ("A.JSONL.GZ", "b.txt")] == [True, False]
 
 
 def test_a_missing_file_raises_input_error(tmp_path):
