@@ -28,11 +28,13 @@ CHECKOUT = ("platform", "jobs", "pipelines", "cluster", "k8s", "docs", "tests", 
 SILENT_SECONDS = 500
 """A page that prints nothing for so long hangs. A busy machine may take far longer for a whole page."""
 #: Pages that train several runs, start clusters of their own, run many pipelines or take a minute in another way. The
-#: other pages, `tests/unit/data/readers`, `tests/unit/data/test_outputs.py`, `test_elastic.py`, `test_jobs.py`,
-#: `test_wheel.py`, `test_background.py` and `test_demo.py` also hold what they rely on. `make long` runs them.
+#: other pages, `tests/unit/rewards`, `tests/k8s`, `tests/unit/data/readers`, `tests/unit/data/test_outputs.py`,
+#: `test_elastic.py`, `test_jobs.py`, `test_wheel.py`, `test_background.py` and `test_demo.py` also hold what they rely
+#: on. `make long` runs them.
 LONG = ("csv_to_model", "pretrain_on_a_cluster", "spot_training", "recover", "add_a_model", "bring_your_data", "inputs",
         "clean_text", "write_a_filter", "write_an_optimizer", "write_an_objective", "write_a_callback", "long_context",
-        "sft", "preferences", "adapters", "distillation", "evaluation", "reinforcement")
+        "sft", "preferences", "adapters", "distillation", "evaluation", "reinforcement", "write_a_reward",
+        "on_kubernetes")
 #: Pages that run many pipelines: on one cluster, as where RAY_ADDRESS is set. The others start a Ray for each command.
 ON_ONE_CLUSTER = ("first_run", "bring_your_data", "clean_text", "csv_to_model", "inputs", "write_a_filter",
                   "write_an_optimizer", "write_an_objective", "write_a_callback", "long_context", "sft", "preferences",

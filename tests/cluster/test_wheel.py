@@ -229,6 +229,7 @@ def test_own_filters_of_the_wheels_user_judge_from_yaml(user: User):
     assert dropped(user.folder / "data").keys() == {"opens", "sevens"}
 
 
+@pytest.mark.long  # a minute; `test_jobs.py` submits a training, and `test_elastic.py` kills workers
 def test_a_submitted_training_loses_a_worker_and_ends_with_the_same_parameters(user: User, calm: str):
     config = write_training(user, "submitted")
     (user.folder / "hold").touch()
