@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.agents import Agents
-from tidewheel.elastic.messages import MemoryPlacement
+from tidewheel.elastic.messages import AgentTable, MemoryPlacement
 
 ANSWER_SECONDS = 5.0
 """Time for agents to start and answer."""
@@ -28,6 +29,8 @@ class AgentSupervisor:
         self._requested: set[str] = set()
         self._addresses: dict[str, Address] = {}
         self._gone: set[str] = set()
+        self._table: AgentTable | None = None  # the newest of a placement, and its nodes
+        self._nodes: tuple[str, ...] = ()
         self._domains: dict[str, str] = {}
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -65,19 +68,24 @@ class AgentSupervisor:
 
     def placement(self, nodes: Sequence[str]) -> MemoryPlacement | None:
         """Return the agents for a generation whose ranks are on `nodes`; None if one of the nodes has no agent."""
-        addresses = dict(self._addresses)
-        domains = self._domains
+        with self._lock:
+            addresses = dict(self._addresses)
         if not all(node in addresses for node in nodes):
             return None
-        members: dict[str, list[Address]] = {}
-        for node, address in addresses.items():
-            if node in domains:
-                members.setdefault(domains[node], []).append(address)
-        return MemoryPlacement(
-            agents=tuple(addresses[node] for node in nodes),
-            others=tuple(address for node, address in addresses.items() if node not in nodes),
-            domains={domain: tuple(agents) for domain, agents in members.items()},
-            token=self._agents.token)
+        table = self._keep_table(nodes, addresses)
+        index = {node: number for number, node in enumerate(self._nodes)}
+        gone = tuple(number for node, number in index.items() if node not in addresses)
+        return MemoryPlacement(table, _rows([index[node] for node in nodes]), gone)
+
+    def _keep_table(self, nodes: Sequence[str], addresses: Mapping[str, Address]) -> AgentTable:
+        """Return the table of agents. A new one is made only for a new agent: many workers have to get it."""
+        known = dict(zip(self._nodes, self._table.addresses, strict=True)) if self._table is not None else {}
+        table = _table([node for node in self._nodes if node in known], known, self._domains, self._agents.token)
+        if table != self._table or any(known.get(node) != address for node, address in addresses.items()):
+            self._nodes = tuple(dict.fromkeys((*nodes, *addresses)))  # in rank order, so that few rows hold the ranks
+            table = _table(self._nodes, addresses, self._domains, self._agents.token)
+        self._table = table
+        return table
 
     def end(self, *, over: bool) -> None:
         """Stop supervising.
@@ -117,3 +125,26 @@ class AgentSupervisor:
             self._addresses |= {node: address for node, address in started.items() if node not in self._gone}
         if len(started) < len(missing) and time.monotonic() - began < RETRY_SECONDS:
             time.sleep(RETRY_SECONDS)  # some agents cannot start now
+
+
+def _table(nodes: Sequence[str], addresses: Mapping[str, Address], domains: Mapping[str, str],
+           token: str) -> AgentTable:
+    members: dict[str, list[int]] = {}
+    for number, node in enumerate(nodes):
+        if node in domains:
+            members.setdefault(domains[node], []).append(number)
+    return AgentTable(tuple(addresses[node] for node in nodes),
+                      {domain: tuple(agents) for domain, agents in members.items()}, token)
+
+
+def _rows(agents: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Return the agents of the ranks as the rows of `MemoryPlacement.ranks`."""
+    rows: list[tuple[int, int, int]] = []
+    for agent, ranks in itertools.groupby(agents):
+        count = len(list(ranks))
+        if rows and rows[-1][0] + rows[-1][1] == agent and rows[-1][2] == count:
+            first, nodes, _ = rows[-1]
+            rows[-1] = (first, nodes + 1, count)
+        else:
+            rows.append((agent, 1, count))
+    return tuple(rows)

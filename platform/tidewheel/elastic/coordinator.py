@@ -25,6 +25,8 @@ from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.generation import Limits, Phase
 from tidewheel.elastic.membership import Membership
 from tidewheel.elastic.messages import (
+    BEAT_SECONDS,
+    AgentTable,
     Beat,
     CoordinatorMessage,
     Hello,
@@ -55,6 +57,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
+BEATS_A_SECOND = 8192
+"""Heartbeats of all workers together, at most. One costs this process about 25 us."""
+LEAST_BEATS = 3
+"""Heartbeats of a worker within `ElasticConfig.heartbeat_seconds`, at least."""
 AGENT_SECONDS = 10.0
 """A worker waits this long for the memory agent of its node, then trains without one."""
 
@@ -112,6 +118,11 @@ class Coordinator:
         self._needs_store = max(sizes) > 1
         self._store: Any = None
         self._agents = AgentSupervisor(Agents(run_uri, log)) if memory_tier else None
+        self._placed: MemoryPlacement | None = None  # of the present generation
+        self._placed_again: MemoryPlacement | None = None  # the same, for workers that have its table of agents
+        self._table: AgentTable | None = None  # the newest that was sent
+        self._have_table = set[str]()  # workers that it was sent to
+        self._past_of_generation = self._past
         self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when
         self._up = threading.Event()
         self._problem = ""
@@ -282,7 +293,9 @@ class Coordinator:
     def send(self, worker: str, message: CoordinatorMessage) -> None:
         """Send a message to a worker."""
         if isinstance(message, Join):
-            message = replace(message, store=self._rendezvous, memory=self._placement(), past=self.past())
+            message = Join(message.generation, message.rank, message.world_size, self._rendezvous,
+                           self._placement_for(worker), self._past_of_generation,
+                           self._beat_seconds(message.world_size))
         if self._server is not None:
             self._server.send(worker, message)
 
@@ -320,9 +333,11 @@ class Coordinator:
         """Note that a generation begins."""
         state = "starting" if self._snapshot.generation < 0 else "restarting"
         self._pace = Pace()
+        self._place_memory()
         HERE.begin(generation, 0)
         logger.info("generation %d begins with %d workers", generation, size)
         self._snapshot = replace(self._snapshot, generation=generation, size=size, state=state)
+        self._past_of_generation = self.past()
 
     def _record(self, kind: str, detail: dict[str, Any], unix: float) -> None:
         self._events.record(kind, detail, unix)
@@ -410,12 +425,33 @@ class Coordinator:
                 self._hello(hello)
         self._membership.tick(now)
 
-    def _placement(self) -> MemoryPlacement | None:
-        """Return the memory agents of the present generation."""
+    def _place_memory(self) -> None:
+        """Set the memory agents of the present generation: the same for all ranks, though agents come and go."""
         generation = self._membership.generation
+        self._placed = None
         if self._agents is None or generation is None:
-            return None
-        return self._agents.placement([self._membership.workers[name].node for name in generation.members])
+            return
+        members = generation.members
+        placed = self._agents.placement([self._membership.workers[name].node for name in members])
+        if placed is None:
+            return
+        workers = self._membership.workers
+        self._have_table &= workers.keys() if placed.agents == self._table else set()
+        self._table = placed.agents
+        self._placed = placed
+        self._placed_again = replace(placed, agents=None)
+
+    def _placement_for(self, worker: str) -> MemoryPlacement | None:
+        """Return the memory agents of the present generation, without a table that the worker has already."""
+        if self._placed is not None and worker in self._have_table:
+            return self._placed_again
+        if self._placed is not None:
+            self._have_table.add(worker)
+        return self._placed
+
+    def _beat_seconds(self, world_size: int) -> float:
+        """Return the time between two heartbeats: longer with many workers, but within the limit of silence."""
+        return min(max(BEAT_SECONDS, world_size / BEATS_A_SECOND), self._elastic.heartbeat_seconds / LEAST_BEATS)
 
     def _agent_lost(self, name: str) -> None:
         """Replace the agent on a worker's node for the next generation."""

@@ -122,3 +122,15 @@ class Generation:
     """A member was lost before the first of `faults` was reported."""
     planned: str = ""
     """Reason of a planned change for which the members were asked to leave; "" without one."""
+    aborted: bool = False
+    """The members were told to leave at once. They are told once, however many of them are lost afterwards."""
+    failed: list[str] = field(default_factory=list)
+    """Members that left because of an error."""
+    ranks: dict[str, int] = field(init=False)
+    """Rank by name."""
+    remaining: dict[str, None] = field(init=False)
+    """Members that are not lost and have not left, in rank order."""
+
+    def __post_init__(self) -> None:
+        self.ranks = {name: rank for rank, name in enumerate(self.members)}
+        self.remaining = dict.fromkeys(self.members)

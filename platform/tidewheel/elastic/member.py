@@ -9,13 +9,16 @@ import os
 import queue
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.faults import Report
 from tidewheel.elastic.messages import (
+    BEAT_SECONDS,
     Abort,
+    AgentTable,
     Beat,
     CoordinatorMessage,
     GoOn,
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.25
 TEXT_CHARACTERS = 2000
 """Characters of an error that a worker reports."""
 EXIT_CODE = 71
@@ -77,6 +79,8 @@ class Member:
         self.step = 0
         self._group: GenerationGroup | None = None  # of the present generation
         self._aborted = -1
+        self._beat_seconds = BEAT_SECONDS
+        self._table: AgentTable | None = None  # the newest
         has_clocks = hasattr(time, "pthread_getcpuclockid")  # not on every system
         self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clocks else None
         self._lock = threading.Lock()
@@ -140,11 +144,21 @@ class Member:
                 if generation == self.generation:
                     self.save = False
                     self.stop = False
-            case Join() | Probe() | Raise() | Over():
+            case Join():
+                self._beat_seconds = message.beat_seconds
+                self.orders.put(self._completed(message))
+            case Probe() | Raise() | Over():
                 self.orders.put(message)
 
+    def _completed(self, join: Join) -> Join:
+        """Return the order with the table of memory agents, which is sent only when it has changed."""
+        if join.memory is None:
+            return join
+        self._table = join.memory.agents or self._table
+        return replace(join, memory=replace(join.memory, agents=self._table))
+
     def _beat(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS):
+        while not self._closed.wait(self._beat_seconds):
             self.send(Beat(self.generation, self.step, self._cpu_seconds(), self._aborted))
 
     def _cpu_seconds(self) -> float:

@@ -54,6 +54,7 @@ class Membership:
                                     limits.start)
         self._silence = Silence(self.workers, limits.heartbeat)
         self._tensor = tensor
+        self._largest = max(self.sizes)
         self._next = first_generation
         self._furthest = furthest_step
         self._is_last = False  # the run ends with this generation, as requested
@@ -176,8 +177,9 @@ class Membership:
         """
         worker = self.workers.pop(name, None)
         generation = self.generation
-        if worker is None or generation is None or name not in generation.members:
+        if worker is None or generation is None or name not in generation.ranks:
             return
+        generation.remaining.pop(name, None)
         if worker.left in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             self._settle(now)
             return
@@ -198,8 +200,11 @@ class Membership:
         generation = self.generation
         if worker is None or generation is None or generation.number != message.generation:
             return
-        if name not in generation.members:
+        if name not in generation.ranks:
             return
+        generation.remaining.pop(name, None)
+        if message.reason in (ExitReason.FAILED, ExitReason.FATAL):
+            generation.failed.append(name)
         fatal = message.reason is ExitReason.FATAL
         worker.left = message.reason
         worker.text = message.text
@@ -247,7 +252,7 @@ class Membership:
             fatal: a restart does not fix it.
         """
         worker = self.workers.get(name)
-        is_member = self.generation is not None and name in self.generation.members
+        is_member = self.generation is not None and name in self.generation.ranks
         if worker is None or is_member or self.phase not in (Phase.GATHERING, Phase.RUNNING, Phase.ENDING):
             return False
         fault = Fault(name, worker.node, worker.device, kind, text, fatal, self._furthest)
@@ -327,7 +332,7 @@ class Membership:
         assert generation is not None
         assert generation.ended_at is not None
         leave = self._limits.leave
-        for name in self._remaining(generation):
+        for name in list(generation.remaining):
             worker = self.workers[name]
             since = generation.ended_at
             if worker.aborts >= generation.number:  # it knows, and leaving takes longer on a busy machine
@@ -342,14 +347,14 @@ class Membership:
         if self.phase is Phase.RUNNING:
             self.phase = Phase.ENDING
             generation.ended_at = now
-        if generation.lost or self._failed(generation):
+        if generation.lost or generation.failed:
             self._abort(generation)
         self._settle(now)
 
     def _settle(self, now: float) -> None:
         """Decide how to continue once every member has left."""
         generation = self.generation
-        if generation is None or self.phase not in (Phase.RUNNING, Phase.ENDING) or self._remaining(generation):
+        if generation is None or self.phase not in (Phase.RUNNING, Phase.ENDING) or generation.remaining:
             return
         if self.phase is Phase.RUNNING:  # all have finished; only rank 0 writes the result
             if self._exit_reason(generation.members[0]) is ExitReason.FINISHED:
@@ -412,11 +417,11 @@ class Membership:
             workers = [judgement.cause.worker]
             cause = judgement.cause.text
         else:
-            failed = self._failed(generation)
+            failed = [name for name in generation.failed if name in self.workers]
             workers = list(generation.lost or failed)
             texts = [*generation.lost.values(), *(self.workers[name].text for name in failed)]
             cause = texts[0] if texts else ""
-        ranks = [generation.members.index(name) for name in workers]
+        ranks = [generation.ranks[name] for name in workers]
         self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "step": generation.step,
                                        "error": cause[:TEXT_CHARACTERS], "recovery": str(self.recovery),
                                        "restart": self.recovery is not Recovery.NONE}, generation.ended_at)
@@ -463,6 +468,9 @@ class Membership:
         if now < self._not_before:
             return
         waited = now - self._gathering_since
+        waits = self._fresh and starting and waited < self._limits.start
+        if waits and len(self.workers) <= self._largest:
+            return  # one less is available, at least
         available = self._admission.available()
         size = largest_fit(self.sizes, len(available))
         if not size and self.avoided:  # a slow worker is better than none
@@ -477,7 +485,7 @@ class Membership:
                 self.recovery = Recovery.KEPT
                 self._raise_all("too few workers")
             return
-        if self._fresh and starting and size < max(self.sizes) and waited < self._limits.start:
+        if waits and size < self._largest:
             return
         previous = self._ended.members if self._ended is not None else ()
         self._form(choose(available, size, previous, self._tensor), now)
@@ -524,7 +532,10 @@ class Membership:
 
     # -- helpers -----------------------------------------------------------------------------------
     def _abort(self, generation: Generation) -> None:
-        for name in self._remaining(generation):
+        if generation.aborted:
+            return
+        generation.aborted = True
+        for name in generation.remaining:
             self._outbox.send(name, Abort(generation.number))
 
     def _raise_all(self, text: str) -> None:
@@ -541,12 +552,3 @@ class Membership:
 
     def _exit_reason(self, name: str) -> ExitReason | None:
         return self.workers[name].left if name in self.workers else None
-
-    def _failed(self, generation: Generation) -> list[str]:
-        """Return the members that left because of an error."""
-        errors = (ExitReason.FAILED, ExitReason.FATAL)
-        return [name for name in generation.members if self._exit_reason(name) in errors]
-
-    def _remaining(self, generation: Generation) -> list[str]:
-        """Return the members that are not lost and have not left."""
-        return [name for name in generation.members if name in self.workers and self.workers[name].left is None]

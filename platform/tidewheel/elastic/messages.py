@@ -8,6 +8,7 @@ its fields. Nothing is unpickled.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -19,6 +20,9 @@ from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.train.history import RunHistory
 
 T = TypeVar("T")
+
+BEAT_SECONDS = 0.25
+"""Time between two heartbeats of a worker that has not joined a generation yet."""
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """Holds for a frame and for all dataclasses inside it."""
@@ -172,17 +176,33 @@ class Received:
 
 
 @dataclass(frozen=True)
-class MemoryPlacement:
-    """Memory agents for the workers of one generation."""
+class AgentTable:
+    """The memory agents of all nodes."""
 
-    agents: tuple[Address, ...]
-    """Agent of the node of each rank."""
-    others: tuple[Address, ...]
-    """Agents of nodes without a rank, which may hold snapshots."""
-    domains: dict[str, tuple[Address, ...]]
-    """Agents of each labelled failure domain."""
+    addresses: tuple[Address, ...]
+    """Each once. Those of nodes without a rank may hold snapshots."""
+    domains: dict[str, tuple[int, ...]]
+    """Indexes of the agents of each labelled failure domain."""
     token: str = field(repr=False)
     """Token of the agents."""
+
+
+@dataclass(frozen=True)
+class MemoryPlacement:
+    """Memory agents for the workers of one generation. Its size grows with the nodes, not with the ranks."""
+
+    agents: AgentTable | None
+    """None if it is the table of the worker's last `Join`."""
+    ranks: tuple[tuple[int, int, int], ...]
+    """Ranks in order, as (agent, nodes, ranks): this many ranks on each of so many nodes, whose agents have the indexes
+    `agent`, `agent` + 1, ... A generation whose nodes are full is one row."""
+    gone: tuple[int, ...] = ()
+    """Indexes of agents of the table that have ended."""
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The placement as JSON. It is made once for the messages to all workers of a generation."""
+        return _json(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -198,6 +218,8 @@ class Join:
     """None without a memory tier."""
     past: RunHistory | None = None
     """The run so far; None to read it from storage."""
+    beat_seconds: float = BEAT_SECONDS
+    """Time between two heartbeats during the generation."""
     type: Literal["join"] = "join"
 
 
@@ -286,8 +308,31 @@ _FROM_COORDINATOR = TypeAdapter(FromCoordinator)
 
 def encode(frame: FromWorker | FromCoordinator) -> bytes:
     """Return a frame as one line of UTF-8 JSON. Values in free-form details that JSON does not know become strings."""
-    text = json.dumps(asdict(frame), separators=(",", ":"), ensure_ascii=False, default=str)
+    match frame.body:
+        case Join() as join:
+            body = _join(join)
+        case Abort() | Stop() | GoOn() | Probe() | Over() as order:  # the same for all workers of a generation
+            body = _order(order)
+        case other:
+            body = _json(vars(other))  # only a join has dataclasses inside
+    text = f'{{"body":{body},"number":{"null" if frame.number is None else frame.number},"received":{frame.received}}}'
     return text.encode("utf-8", "replace") + b"\n"  # undecodable bytes of file names do not make a line invalid
+
+
+def _join(join: Join) -> str:
+    """Return the JSON of a join. Only what differs between ranks is made for each."""
+    fields = {**vars(join), "past": None if join.past is None else vars(join.past)}
+    del fields["memory"]
+    return f'{_json(fields)[:-1]},"memory":{"null" if join.memory is None else join.memory.text}}}'
+
+
+@functools.lru_cache(maxsize=64)
+def _order(order: Abort | Stop | GoOn | Probe | Over) -> str:
+    return _json(vars(order))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
 
 
 def decode_from_worker(line: bytes) -> FromWorker:

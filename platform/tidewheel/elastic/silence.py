@@ -53,7 +53,7 @@ class Silence:
             return False
         if newest - worker.beat < self._limit / 2 and silent < max(ALL_SILENT * self._limit, RECONNECT_SECONDS):
             return False
-        if generation is None or worker.name not in generation.members:
+        if generation is None or worker.name not in generation.ranks:
             return True
         # a generation cannot progress without a member that stands still: if it does, the member is only late
         return now - max(generation.stepped_at, generation.began) >= self._limit

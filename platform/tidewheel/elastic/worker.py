@@ -227,8 +227,14 @@ def tier_placement(memory: MemoryPlacement) -> Placement:
     """Return the coordinator's placement as the memory tier takes it."""
     from tidewheel.checkpoint.tiers import Placement
 
-    domains = {address: domain for domain, addresses in memory.domains.items() for address in addresses}
-    return Placement(memory.agents, memory.others, memory.token, domains)
+    table = memory.agents
+    assert table is not None, "`Member` completes a placement"
+    by_rank = [agent for first, nodes, ranks in memory.ranks for agent in range(first, first + nodes)
+               for _ in range(ranks)]
+    used = {*by_rank, *memory.gone}
+    others = [address for agent, address in enumerate(table.addresses) if agent not in used]
+    domains = {table.addresses[agent]: domain for domain, agents in table.domains.items() for agent in agents}
+    return Placement(tuple(table.addresses[agent] for agent in by_rank), tuple(others), table.token, domains)
 
 
 def _problem(config: TrainConfig) -> str:

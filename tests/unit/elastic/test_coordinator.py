@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from tidewheel import jsonlog
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.commit_log import CommitLog
+from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.coordinator import Coordinator, actor_name
-from tidewheel.elastic.messages import Beat, ExitReason, Hello, Join, Left, Over, StepDone, WorkerEvent
+from tidewheel.elastic.messages import Abort, Beat, ExitReason, Hello, Join, Left, Over, StepDone, WorkerEvent
 from tidewheel.errors import OwnershipError
 from tidewheel.ownership import Timing, acquire
 from tidewheel.storage import store
@@ -60,6 +62,43 @@ def test_a_new_driver_continues_the_numbers_of_the_run(tmp_path, quiet):
     assert kinds == ["driver_start", "resume", "failure", "driver_start"]
     state = store(tmp_path).read_json("state.json")
     assert (state["step"], state["failures"], state["generation"]) == (9, 1, 1_000_000)
+
+
+class Agents:
+    """Memory agents that are addresses only."""
+
+    token = "secret"
+
+    def on(self, nodes: list[str], seconds: float) -> dict[str, Address]:
+        return {node: Address(node, 1) for node in nodes}
+
+    def lost(self, node: str) -> None:
+        return
+
+    def abandon(self) -> None:
+        return
+
+
+def test_workers_get_the_table_of_agents_once(tmp_path, quiet):
+    """At 16,000 workers one table for each of them is most of what a coordinator sends after a death."""
+    coordinator = coordinator_of(tmp_path, ElasticConfig(max_workers=3), (1, 2, 3))
+    coordinator._agents = AgentSupervisor(Agents())
+    coordinator.start("127.0.0.1")
+    coordinator.expect({"a": "m", "b": "n", "c": "n"}, True)
+    endpoint = coordinator.endpoint()
+    received = {name: SimpleQueue() for name in "abc"}
+    clients = {name: Client(endpoint.address, Hello(name, node, endpoint.token), received[name].put, print)
+               for name, node in (("a", "m"), ("b", "n"), ("c", "n"))}
+    first = {name: received[name].get(timeout=60).memory for name in "abc"}
+    assert all(sorted(memory.agents.addresses) == [("m", 1), ("n", 1)] for memory in first.values())
+    coordinator.dead(["b"], "its actor died")
+    for name in "ac":
+        assert received[name].get(timeout=60) == Abort(0)
+        clients[name].send(Left(0, ExitReason.FAILED, "connection closed"))
+    again = {name: received[name].get(timeout=60).memory for name in "ac"}
+    assert all(memory.agents is None for memory in again.values())
+    assert sum(nodes * ranks for _, nodes, ranks in again["a"].ranks) == 2
+    coordinator.end()
 
 
 def test_an_unauthenticated_worker_is_refused(tmp_path, quiet):

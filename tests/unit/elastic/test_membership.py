@@ -50,6 +50,18 @@ def test_survivors_continue_without_a_lost_member(world):
     assert world.kinds()[-1] == "recovered"
 
 
+def test_members_are_told_once_to_leave_however_many_are_lost():
+    names = [f"w{number:03d}" for number in range(64)]
+    world = World(tuple(range(1, 65)))
+    world.start(*names)
+    world.lose("w000")
+    world.leave(*names[1:20])
+    world.lose(*names[20:30])
+    world.leave(*names[30:])
+    assert sorted(world.take_receivers("abort")) == names[1:]  # not 63 + 62 + 61 ...
+    assert world.members == tuple(names[1:20] + names[30:])
+
+
 def test_a_loss_is_the_cause_though_an_echo_is_reported_first(world):
     world.leave("a")
     world.lose("b")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, get_args
 
 import pytest
@@ -13,6 +13,7 @@ from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic import messages
 from tidewheel.elastic.messages import (
     Abort,
+    AgentTable,
     Beat,
     End,
     ExitReason,
@@ -57,13 +58,15 @@ WORKER = [
     Left(3, ExitReason.FATAL, "ValueError: wrong", "ValueError"),
     Probed(""),
 ]
-MEMORY = MemoryPlacement((Address("h1", 1),), (Address("h2", 2),), {"rack": (Address("h1", 1),)}, "secret")
+TABLE = AgentTable((Address("h1", 1), Address("h2", 2)), {"rack": (0,)}, "secret")
+MEMORY = MemoryPlacement(TABLE, ((0, 1, 4),), (1,))
 COORDINATOR = [
     Welcome("session"),
     End(),
     Received(),
     Join(3, 0, 4),
     Join(3, 0, 4, ("host", 29400), MEMORY, RunHistory(7, 1, 2, 1.5)),
+    Join(3, 0, 4, ("host", 29400), replace(MEMORY, agents=None), None, 0.5),
     Abort(3),
     Stop(3),
     Stop(3, save=True),

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
@@ -107,3 +107,39 @@ def test_workers_hear_the_failure_domain_of_every_agent():
     assert placement.agents == (Address("x", 1), Address("w", 1))
     assert placement.domains == {Address("x", 1): "rack-1", Address("y", 1): "rack-1", Address("z", 1): "rack-2"}
     assert replica_candidates(placement.known, Address("x", 1), placement.domains)[-1] == Address("y", 1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(st.sampled_from("uvwxyz"), min_size=1, max_size=12),
+                          st.sets(st.sampled_from("uvwxyz"))), min_size=1, max_size=4))
+def test_workers_hear_the_agent_of_every_rank_and_of_the_other_nodes(generations):
+    supervisor = AgentSupervisor(Started())
+    supervisor.located({"u": "rack-1", "x": "rack-2"})
+    table = None
+    for ranks, lost in [(list("uvwxyz"), set()), *generations]:
+        supervisor.want("uvwxyz")
+        while not all(supervisor.has(node) for node in "uvwxyz"):
+            time.sleep(0.001)
+        others = set("uvwxyz") - set(ranks)
+        for node in others & lost:
+            supervisor.lost(node, for_good=True)
+        order = supervisor.placement(ranks)
+        assert order is not None
+        assert table in (None, order.agents)  # no agent is new: workers need no new table
+        table = order.agents
+        placement = tier_placement(order)
+        assert placement.agents == tuple(Address(node, 1) for node in ranks)
+        assert set(placement.others) == {Address(node, 1) for node in others - lost}
+    supervisor.end(over=False)
+
+
+def test_a_generation_on_full_nodes_is_placed_by_one_row():
+    supervisor = AgentSupervisor(Started())
+    nodes = [f"n{number}" for number in range(9, -1, -1)]
+    supervisor.want(nodes)
+    while not all(supervisor.has(node) for node in nodes):
+        time.sleep(0.01)
+    ranks = [node for node in nodes for _ in range(8)]
+    assert supervisor.placement(ranks).ranks == ((0, 10, 8),)
+    assert supervisor.placement(ranks[:20] + ranks[21:]).ranks == ((0, 2, 8), (2, 1, 7), (3, 7, 8))
+    supervisor.end(over=False)
