@@ -16,7 +16,7 @@ HELLO_BYTES = 4096
 HELLO_SECONDS = 10.0
 """Time in all from connecting to showing the token."""
 MAX_CONNECTIONS = 512
-"""A whole cluster connects at once when a generation begins, and each connection takes milliseconds."""
+"""Each connection takes milliseconds. A server to which a whole cluster connects at once allows as many more."""
 
 
 class UnauthenticatedConnections:

@@ -31,7 +31,7 @@ from tidewheel.train.config import ElasticConfig
 PROCESSES = 4
 RANKS_A_NODE = 8
 
-WAIT_SECONDS = 300.0
+WAIT_SECONDS = 100.0
 SETTLE_SECONDS = 2.0
 STEADY_SECONDS = 5.0
 
@@ -76,6 +76,10 @@ class MeasuredCoordinator(Coordinator):
         """Return the CPU seconds of the thread that serves the workers."""
         return self._decide(time.thread_time)
 
+    def connected(self) -> int:
+        """Return the number of workers that have said hello."""
+        return sum(worker.connected for worker in self._membership.workers.values())
+
     def _watch(self) -> None:
         self._ended.wait()
 
@@ -90,6 +94,7 @@ class Swarm:
     """
 
     def __init__(self, coordinator: MeasuredCoordinator, workers: int, beat: float) -> None:
+        self._coordinator = coordinator
         self.names = {f"w{index:05d}": f"n{index // RANKS_A_NODE:05d}" for index in range(workers)}
         coordinator.expect(self.names, anew=True)
         endpoint = coordinator.endpoint()
@@ -153,7 +158,8 @@ class Swarm:
         try:
             return self._reports.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            raise RuntimeError(f"the workers did not report within {WAIT_SECONDS:g} s") from None
+            raise RuntimeError(f"the workers did not report within {WAIT_SECONDS:g} s; {self._coordinator.snapshot()}, "
+                               f"connected: {self._coordinator.connected()}") from None
 
     def _read(self, number: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

@@ -39,6 +39,8 @@ class Totals:
     aborts: int = 0
     cut: int = 0
     """Connections that the coordinator closed while their worker was alive and responsive."""
+    refused: int = 0
+    """Those of them that it closed before it had accepted the worker."""
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Worker(asyncio.Protocol):
         self._buffer = b""
         self._sent = 0
         self._received = 0
+        self._welcome = 0
         self._aborted = -1
         self._beat: tuple[tuple[int, int, int], bytes] = ((-1, -1, -1), b"")
 
@@ -93,6 +96,7 @@ class Worker(asyncio.Protocol):
         self._transport = None
         if not self.dead and not self.frozen:
             self._clients.totals.cut += 1
+            self._clients.totals.refused += self._welcome == 0
         self.dead = True
 
     def beat(self) -> None:
@@ -111,7 +115,9 @@ class Worker(asyncio.Protocol):
             self._transport.abort()
 
     def _act(self, body: dict[str, Any]) -> None:
-        if body["type"] == "join":
+        if body["type"] == "welcome":
+            self._welcome += 1
+        elif body["type"] == "join":
             self.generation = body["generation"]
             self.left = False
             if body["rank"] == 0:

@@ -469,7 +469,7 @@ class Coordinator:
     # -- threads -----------------------------------------------------------------------------------
     def _start(self, host: str) -> None:
         try:
-            server = Server(host, self._token, self)
+            server = Server(host, self._token, self, workers=self._membership.largest)
             server.start()
             if self._needs_store:  # its import takes seconds, in which the workers start too
                 from tidewheel.elastic.process_group import serve_store

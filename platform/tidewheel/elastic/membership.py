@@ -54,7 +54,8 @@ class Membership:
                                     limits.start)
         self._silence = Silence(self.workers, limits.heartbeat)
         self._tensor = tensor
-        self._largest = max(self.sizes)
+        self.largest = max(self.sizes)
+        """Most workers that a generation can have."""
         self._next = first_generation
         self._furthest = furthest_step
         self._is_last = False  # the run ends with this generation, as requested
@@ -469,7 +470,7 @@ class Membership:
             return
         waited = now - self._gathering_since
         waits = self._fresh and starting and waited < self._limits.start
-        if waits and len(self.workers) <= self._largest:
+        if waits and len(self.workers) <= self.largest:
             return  # one less is available, at least
         available = self._admission.available()
         size = largest_fit(self.sizes, len(available))
@@ -485,7 +486,7 @@ class Membership:
                 self.recovery = Recovery.KEPT
                 self._raise_all("too few workers")
             return
-        if waits and size < self._largest:
+        if waits and size < self.largest:
             return
         previous = self._ended.members if self._ended is not None else ()
         self._form(choose(available, size, previous, self._tensor), now)

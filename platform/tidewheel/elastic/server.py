@@ -40,7 +40,7 @@ from tidewheel.elastic.messages import (
     encode,
 )
 from tidewheel.elastic.supervision import Supervisor
-from tidewheel.unauthenticated import HELLO_BYTES, HELLO_SECONDS, UnauthenticatedConnections
+from tidewheel.unauthenticated import HELLO_BYTES, HELLO_SECONDS, MAX_CONNECTIONS, UnauthenticatedConnections
 
 T = TypeVar("T")
 
@@ -49,6 +49,8 @@ RETURN_SECONDS = 10.0
 RESET_SECONDS = 1.0
 """The coordinator waits this long for a worker after a reset. A process that dies closes its connections instead."""
 CALL_SECONDS = 30.0
+BACKLOG = 4096
+"""Connections that the kernel holds until they are accepted, if its own limit (net.core.somaxconn) allows so many."""
 _NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 
 
@@ -95,16 +97,17 @@ class Server:
         host: address to listen on.
         token: token that a worker must show.
         handler: receives what happens on the connections.
+        workers: number of workers that may connect at the same time.
         tick_seconds: time between two ticks.
     """
 
-    def __init__(self, host: str, token: str, handler: Handler, *, tick_seconds: float = 0.1) -> None:
+    def __init__(self, host: str, token: str, handler: Handler, *, workers: int = 0, tick_seconds: float = 0.1) -> None:
         self.address: tuple[str, int] = (host, 0)
         self._token = token
         self._handler = handler
         self._tick_seconds = tick_seconds
         self._supervisor = Supervisor(handler.event)
-        self._unauthenticated = UnauthenticatedConnections()
+        self._unauthenticated = UnauthenticatedConnections(MAX_CONNECTIONS + workers)
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -161,7 +164,7 @@ class Server:
         asyncio.set_event_loop(self._loop)
         try:
             server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, self.address[0], 0, limit=HELLO_BYTES))
+                asyncio.start_server(self._serve, self.address[0], 0, limit=HELLO_BYTES, backlog=BACKLOG))
             self.address = (self.address[0], server.sockets[0].getsockname()[1])
         except OSError as error:
             self._problem = error
@@ -215,9 +218,7 @@ class Server:
         """Return the first message of a worker, without its token; None for an unauthenticated peer."""
         with self._unauthenticated.admitted(writer.transport.abort):
             try:
-                async with asyncio.timeout(HELLO_SECONDS):
-                    line = await next_line(reader, HELLO_BYTES)
-                greeting = decode_from_worker(line).body
+                greeting = decode_from_worker(await _first_line(reader)).body
             except (TimeoutError, ValueError):
                 return None
             if not isinstance(greeting, Hello | Return):
@@ -311,6 +312,20 @@ class Server:
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
             self._supervisor.call("closed", self._handler.closed, session.name)
+
+
+async def _first_line(reader: asyncio.StreamReader) -> bytes:
+    """Return the first line of a connection.
+
+    Raises:
+        TimeoutError: it takes longer than `HELLO_SECONDS`.
+    """
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            return await next_line(reader, HELLO_BYTES)
+    except TimeoutError:  # this process may have stood still: then the line is there, or is being read
+        async with asyncio.timeout(HELLO_SECONDS / 10):
+            return await next_line(reader, HELLO_BYTES)
 
 
 def _disconnect(session: Session) -> None:

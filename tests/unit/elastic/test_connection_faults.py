@@ -15,7 +15,7 @@ import pytest
 from tidewheel import unauthenticated
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import MOST_BYTES
-from tidewheel.elastic.messages import CoordinatorMessage, Hello, Probed, WorkerMessage
+from tidewheel.elastic.messages import CoordinatorMessage, FromWorker, Hello, Probed, WorkerMessage, encode
 from tidewheel.elastic.server import Server
 from tidewheel.elastic.supervision import Supervisor
 
@@ -190,6 +190,35 @@ def test_a_silent_peer_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, handle
     with socket.create_connection(running.address, timeout=SECONDS) as connection:
         connection.sendall(b'{"token"')
         assert connection.recv(1) == b""
+    running.stop()
+
+
+def test_workers_are_admitted_though_the_coordinator_stood_still_meanwhile(monkeypatch: pytest.MonkeyPatch,
+                                                                           handler: Handler) -> None:
+    """Importing torch may hold the interpreter's lock for longer than a hello may take. It cost every worker."""
+    from tidewheel.elastic import server
+
+    monkeypatch.setattr(server, "HELLO_SECONDS", 0.5)
+    running = Server("127.0.0.1", TOKEN, handler)
+    running.start()
+    connections = [socket.create_connection(running.address, timeout=SECONDS) for _ in range(3)]
+    until(lambda: len(running._unauthenticated) == 3)
+    stands = threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        time.sleep(1.5)
+
+    standing = threading.Thread(target=running.call, args=(stand,))
+    standing.start()
+    assert stands.wait(SECONDS)
+    for number, connection in enumerate(connections):
+        connection.sendall(encode(FromWorker(Hello(f"w{number}", "n", TOKEN))))
+    standing.join()
+    for connection in connections:
+        assert b'"welcome"' in connection.recv(4096)
+        connection.close()
+    assert sorted(handler.opened_names) == ["w0", "w1", "w2"]
     running.stop()
 
 

@@ -1,0 +1,22 @@
+"""The real coordinator with many connections that speak the workers' protocol, at the size of a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.control_plane import Measurement
+
+
+@pytest.mark.long  # processes that import the package; `python -m tests.benchmarks.control_plane` has up to 16,384 workers
+def test_survivors_of_deaths_and_of_a_freeze_join_again():
+    workers = 48
+    measurement = Measurement(workers, beat=0.0)
+    try:
+        died = measurement.kill(5)
+        froze = measurement.freeze(1)
+    finally:
+        measurement.close()
+    assert measurement.problems == []
+    # one abort and one join for each survivor; some of the dead were told to leave before they died
+    assert workers - 5 <= int(died["aborts"]) <= workers
+    assert int(froze["aborts"]) == workers - 6
