@@ -17,8 +17,8 @@ trained from several initial values: the loss after so few tokens depends on the
 what it read further back, and that step on the initial values. A model that was trained in the output folder is not
 trained again, so an interrupted benchmark goes on where it was. The exit code is 1 if FLOPs differ by more than 2 %, if
 a validation loss is not below that of the bigram model counted on the whole training split, if it is more than `REACH`
-above Llama's, if the 95 % interval of a mixture's distance to its dense counterpart is above 0, if the mean distance of
-all mixtures is above 0, or if a router has not balanced its experts.
+above Llama's, if the 95 % interval of a mixture's distance to its dense counterpart, or of the mean distance of all
+mixtures, is above 0, or if a router has not balanced its experts.
 """
 
 from __future__ import annotations
@@ -222,15 +222,14 @@ class Measured:
         return said + self._beside_dense()
 
     def _beside_dense(self) -> list[str]:
-        pairs = paired(list(self.losses))
         said = []
-        for name in pairs:
+        for name in paired(list(self.losses)):
             distance, half = self.distance(name)
             if distance > half:
                 said.append(f"{name}: {distance:+.3f} ± {half:.3f} beside its dense counterpart is above 0")
-        mean = statistics.fmean(self.distance(name)[0] for name in pairs) if pairs else 0.0
-        if mean > 0:
-            said.append(f"the mixtures are {mean:+.3f} above their dense counterparts on average")
+        distance, half = self.mean_distance()
+        if distance > half:
+            said.append(f"all mixtures: {distance:+.3f} ± {half:.3f} beside their dense counterparts is above 0")
         return said
 
     def distances(self, name: str) -> list[float]:
@@ -243,16 +242,25 @@ class Measured:
         The interval is Student's, with the variance over the seeds of all mixtures: three seeds of one say little. With
         one seed there is no interval, and its half is 0.
         """
+        values = self.distances(name)
+        return statistics.fmean(values), self._half_interval(len(values))
+
+    def mean_distance(self) -> tuple[float, float]:
+        """Return the mean distance of all mixtures, and half of its interval, see `distance`; (0, 0) without pairs."""
+        names = paired(list(self.losses))
+        if not names:
+            return 0.0, 0.0
+        counts = [len(self.distances(name)) for name in names]
+        return statistics.fmean(self.distance(name)[0] for name in names), self._half_interval(sum(counts))
+
+    def _half_interval(self, values: int) -> float:
+        """Return half of the 95 % interval of the mean of some distances."""
         squares, freedom = 0.0, 0
-        for other in paired(list(self.losses)):
-            values = self.distances(other)
-            squares += sum((value - statistics.fmean(values)) ** 2 for value in values)
-            freedom += len(values) - 1
-        own = self.distances(name)
-        if not freedom:
-            return statistics.fmean(own), 0.0
-        error = math.sqrt(squares / freedom / len(own))
-        return statistics.fmean(own), float(stats.t.ppf(0.975, freedom)) * error
+        for name in paired(list(self.losses)):
+            distances = self.distances(name)
+            squares += sum((value - statistics.fmean(distances)) ** 2 for value in distances)
+            freedom += len(distances) - 1
+        return float(stats.t.ppf(0.975, freedom)) * math.sqrt(squares / freedom / values) if freedom else 0.0
 
     def row(self, name: str, model: Model) -> dict[str, str]:
         """Return a model's row of the table."""
@@ -306,6 +314,8 @@ def main() -> int:
     print_table([measured.row(name, models[name]) for name in names],
                 title=f"{tokens:,} tokens; validation loss of the unigram model {counted['unigram_model']:.3f}, of the "
                       f"bigram model {counted['bigram_model']:.3f} nats a token")
+    distance, half = measured.mean_distance()
+    print(f"mixtures beside their dense counterparts, mean: {distance:+.3f} ± {half:.3f}")
     faults = measured.faults()
     for fault in faults:
         print(fault)

@@ -76,8 +76,13 @@ def test_a_family_that_lags_is_reported(changed: dict[str, list[float]], said: s
 def test_what_seeds_explain_is_no_fault_unless_all_mixtures_lag():
     noisy = {"olmoe": [4.0, 3.82], "olmoe" + ONE: [3.88, 3.92]}  # +0.12 and -0.1
     assert faults(**noisy) == []
-    (fault,) = faults(**noisy, mixtral=[3.92, 3.9])
-    assert fault == "the mixtures are +0.015 above their dense counterparts on average"
+    slow = {"olmoe": [3.92, 3.92], "mixtral": [3.94, 3.88]}  # +0.02, +0.02 and +0.04, 0
+    assert faults(**slow) == [], "± 0.06 of each"
+    many = Measured({BASE: [3.9] * 9, "mixtral": [3.94, 3.9, 3.92] * 3, "olmoe": [3.9, 3.94, 3.92] * 3,
+                     "olmoe" + ONE: [3.91] * 9}, FLOPS, 4.2, {})
+    assert many.distance("olmoe") == pytest.approx((0.01, 0.0122), abs=1e-4)
+    (_, fault) = many.faults()
+    assert fault == "all mixtures: +0.015 ± 0.009 beside their dense counterparts is above 0"
 
 
 def test_the_interval_is_students_over_the_seeds_of_all_mixtures():
