@@ -13,12 +13,11 @@ token.
 
 A pipeline makes the shards from ../shared/corpus. All models see the same batches in the same order with the same
 settings, and one process trains them one after the other on one thread. Mixtures and their dense counterparts are
-trained from several initial values: the loss after so few tokens depends on the step at which a model begins to use
-what it read further back, and that step on the initial values. A model that was trained in the output folder is not
-trained again, so an interrupted benchmark goes on where it was. The exit code is 1 if FLOPs differ by more than 2 %, if
-a validation loss is not below that of the bigram model counted on the whole training split, if it is more than `REACH`
-above Llama's, if the 95 % interval of a mixture's distance to its dense counterpart, or of the mean distance of all
-mixtures, is above 0, or if a router has not balanced its experts.
+trained from several initial values, because these change the loss after so few tokens more than experts do. A model
+that was trained in the output folder is not trained again, so an interrupted benchmark goes on where it was. The exit
+code is 1 if FLOPs differ by more than 2 %, if a validation loss is not below that of the bigram model counted on the
+whole training split, if it is more than `REACH` above Llama's, if the 95 % interval of a mixture's distance to its
+dense counterpart, or of the mean distance of all mixtures, is above 0, or if a router has not balanced its experts.
 """
 
 from __future__ import annotations
