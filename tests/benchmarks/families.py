@@ -1,6 +1,6 @@
 """Train every model family on the same tokens, and compare mixtures of experts with dense models of equal active FLOPs.
 
-    nice -n 10 python -m tests.benchmarks.families [--steps 600] [--only NAME,NAME] [--output FOLDER]
+    nice -n 10 python -m tests.benchmarks.families [--steps 600] [--seeds 3] [--only NAME,NAME] [--output FOLDER]
 
 The shape is that of GPT-2 124M (https://github.com/karpathy/nanoGPT, config/train_gpt2.py: heads of 64, a feed-forward
 of 4 widths, tied embeddings, dropout 0) scaled down to a width of 128 and 2 layers, with rows of 256 tokens. Each
@@ -12,20 +12,27 @@ is Llama, of Qwen 3 MoE it is Qwen 3, and of the others it is the same family wi
 token.
 
 A pipeline makes the shards from ../shared/corpus. All models see the same batches in the same order with the same
-settings, and one process trains them one after the other on one thread. A model that was trained in the output folder
-is not trained again, so an interrupted benchmark goes on where it was. The exit code is 1 if FLOPs differ by more than
-2 %, if a validation loss is not below that of the bigram model counted on the whole training split, if it is more than
-`REACH` above Llama's, if a mixture is above its dense counterpart, or if a router has not balanced its experts.
+settings, and one process trains them one after the other on one thread. Mixtures and their dense counterparts are
+trained from several initial values, because these change the loss after so few tokens more than experts do. A model
+that was trained in the output folder is not trained again, so an interrupted benchmark goes on where it was. The exit
+code is 1 if FLOPs differ by more than 2 %, if a validation loss is not below that of the bigram model counted on the
+whole training split, if it is more than `REACH` above Llama's, if the 95 % interval of a mixture's distance to its
+dense counterpart, or of the mean distance of all mixtures, is above 0, or if a router has not balanced its experts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scipy import stats
 
 import tidewheel as tw
 from tidewheel import storage
@@ -51,13 +58,15 @@ two experts after 40 steps: the bias did not catch up with the router."""
 SEQUENCES, STEPS = 4, 600
 """Rows of a batch, 1,024 tokens, and steps. Small batches learn more from few tokens: with batches of 4,096 tokens, no
 family had left the unigram entropy after 164,000."""
+SEEDS = 3
+"""Initial values of mixtures and their dense counterparts; other models have one."""
 TOLERANCE = 0.02
 """Largest difference of FLOPs a token from Llama's, as a share."""
 REACH = 0.25
 """Largest distance of a family's validation loss above Llama's, in nats a token."""
 BUSIEST = 2.0
-"""Largest load of the busiest expert over the mean, averaged over layers and the last tenth of the steps; 4 is the most
-that is possible."""
+"""Largest load of the busiest expert over the mean, averaged over layers and the last tenth of the steps, of any seed;
+4 is the most that is possible."""
 BASE = "llama"
 """Model with which all others are compared."""
 ONE = ", one expert"
@@ -130,7 +139,7 @@ def pipeline() -> tw.Pipeline:
             .pack(sequence_length=LENGTH, validation_fraction=0.02))
 
 
-def settings(model: Model, name: str, data: str, output: str, steps: int) -> TrainConfig:
+def settings(model: Model, name: str, data: str, output: str, steps: int, seed: int = 1) -> TrainConfig:
     """Return the configuration of a model's run: nanoGPT's recipe, with a rate for this width.
 
     Args:
@@ -139,9 +148,11 @@ def settings(model: Model, name: str, data: str, output: str, steps: int) -> Tra
         data: folder of the pipeline's output.
         output: folder of the benchmark.
         steps: number of steps.
+        seed: of the initial values, from 1. The batches do not depend on it.
     """
+    run = name.replace(ONE, "-dense") + (f"-seed{seed}" if seed > 1 else "")
     return build(TrainConfig, {
-        "run": {"id": name.replace(ONE, "-dense"), "uri": f"{output}/runs-{steps}"}, "steps": steps, "seed": 1,
+        "run": {"id": run, "uri": f"{output}/runs-{steps}"}, "steps": steps, "seed": seed,
         "model": model.shape(),
         "data": {"uri": f"{data}/shards", "validation": f"{data}/validation", "seed": 1},
         "optimizer": {"learning_rate": 4e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_norm": 1.0},
@@ -174,45 +185,94 @@ def dense_counterpart(name: str) -> str:
     return DENSE.get(name, name + ONE)
 
 
+def paired(names: Sequence[str]) -> list[str]:
+    """Return the mixtures whose dense counterparts are among the names too."""
+    return [name for name in names if dense_counterpart(name) in names]
+
+
 @dataclass(frozen=True)
 class Measured:
     """Losses of the models, and what they are compared with."""
 
-    losses: dict[str, float]
-    """Validation loss by name, nats a token."""
-    flops: dict[str, int]
+    losses: Mapping[str, Sequence[float]]
+    """Validation losses by name, nats a token; a mixture and its dense counterpart have one for each seed."""
+    flops: Mapping[str, int]
     """FLOPs a token by name, Llama's included."""
     bigram: float
     """Validation loss of the bigram model."""
-    busiest: dict[str, float]
+    busiest: Mapping[str, float]
     """Load of the busiest expert over the mean, of mixtures."""
 
     def faults(self) -> list[str]:
         """Return what misses the goal, a sentence each."""
         said = []
         base = self.losses.get(BASE)
-        for name, loss in self.losses.items():
+        for name, losses in self.losses.items():
+            loss = statistics.fmean(losses)
             off = self.flops[name] / self.flops[BASE] - 1
             if abs(off) > TOLERANCE:
                 said.append(f"{name}: its FLOPs a token are {off:+.1%} from Llama's")
             if loss >= self.bigram:
                 said.append(f"{name}: {loss:.3f} is not below the bigram model's {self.bigram:.3f}")
-            if base is not None and loss > base + REACH:
-                said.append(f"{name}: {loss:.3f} is more than {REACH} above Llama's {base:.3f}")
-            dense = self.losses.get(dense_counterpart(name))
-            if dense is not None and loss > dense:
-                said.append(f"{name}: {loss:.3f} is above the {dense:.3f} of its dense counterpart")
+            if base is not None and loss > statistics.fmean(base) + REACH:
+                said.append(f"{name}: {loss:.3f} is more than {REACH} above Llama's {statistics.fmean(base):.3f}")
             if self.busiest.get(name, 1.0) > BUSIEST:
                 said.append(f"{name}: its busiest expert has {self.busiest[name]:.2f} times the mean load")
+        return said + self._beside_dense()
+
+    def _beside_dense(self) -> list[str]:
+        said = []
+        for name in paired(list(self.losses)):
+            distance, half = self.distance(name)
+            if distance > half:
+                said.append(f"{name}: {distance:+.3f} ± {half:.3f} beside its dense counterpart is above 0")
+        distance, half = self.mean_distance()
+        if distance > half:
+            said.append(f"all mixtures: {distance:+.3f} ± {half:.3f} beside their dense counterparts is above 0")
         return said
+
+    def distances(self, name: str) -> list[float]:
+        """Return how far a mixture is above its dense counterpart, for each seed."""
+        return [own - dense for own, dense in zip(self.losses[name], self.losses[dense_counterpart(name)], strict=True)]
+
+    def distance(self, name: str) -> tuple[float, float]:
+        """Return how far a mixture is above its dense counterpart, and half of the 95 % interval of that distance.
+
+        The interval is Student's, with the variance over the seeds of all mixtures: three seeds of one say little. With
+        one seed there is no interval, and its half is 0.
+        """
+        values = self.distances(name)
+        return statistics.fmean(values), self._half_interval(len(values))
+
+    def mean_distance(self) -> tuple[float, float]:
+        """Return the mean distance of all mixtures, and half of its interval, see `distance`; (0, 0) without pairs."""
+        names = paired(list(self.losses))
+        if not names:
+            return 0.0, 0.0
+        counts = [len(self.distances(name)) for name in names]
+        return statistics.fmean(self.distance(name)[0] for name in names), self._half_interval(sum(counts))
+
+    def _half_interval(self, values: int) -> float:
+        """Return half of the 95 % interval of the mean of some distances."""
+        squares, freedom = 0.0, 0
+        for name in paired(list(self.losses)):
+            distances = self.distances(name)
+            squares += sum((value - statistics.fmean(distances)) ** 2 for value in distances)
+            freedom += len(distances) - 1
+        return float(stats.t.ppf(0.975, freedom)) * math.sqrt(squares / freedom / values) if freedom else 0.0
 
     def row(self, name: str, model: Model) -> dict[str, str]:
         """Return a model's row of the table."""
-        loss, dense = self.losses[name], dense_counterpart(name)
+        beside, each = "", ""
+        if name in paired(list(self.losses)):
+            distance, half = self.distance(name)
+            beside = f"{distance:+.3f} ± {half:.3f} ({dense_counterpart(name)})"
+            each = ", ".join(f"{value:+.3f}" for value in self.distances(name))
         return {"model": name, "parameters": f"{model.parameters(VOCABULARY):,}",
                 "active": f"{model.matmul_parameters(VOCABULARY):,}",
-                "MFLOPs a token": f"{self.flops[name] / 1e6:.2f}", "loss": f"{loss:.3f}",
-                "beside dense": f"{loss - self.losses[dense]:+.3f} ({dense})" if dense in self.losses else "",
+                "MFLOPs a token": f"{self.flops[name] / 1e6:.2f}",
+                "loss": ", ".join(f"{loss:.3f}" for loss in self.losses[name]), "beside dense": beside,
+                "of each seed": each,
                 "busiest expert": f"{self.busiest[name]:.2f}" if self.busiest.get(name, 1.0) > 1.0 else ""}
 
 
@@ -220,6 +280,7 @@ def main() -> int:
     """Make the shards, train the models and print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=STEPS)
+    arguments.add_argument("--seeds", type=int, default=SEEDS, help="of mixtures and their dense counterparts")
     arguments.add_argument("--only", default="", help="names of models, separated by commas; default: all")
     arguments.add_argument("--output", default="families-output")
     options = arguments.parse_args()
@@ -233,21 +294,27 @@ def main() -> int:
     with session(None) as address:
         published = tw.Workflow("families", corpus).run(output, input=str(SHARED / "corpus"), address=address)
     summary = published.pipelines["families"]
-    runs = {name: settings(models[name], name, summary.output, output, options.steps) for name in names}
-    losses: dict[str, float] = {}
+    losses: dict[str, list[float]] = {}
     loads: dict[str, float] = {}
     tokens = 0
-    for name, config in runs.items():
-        losses[name], tokens = trained(config)
-        print(f"{name}: {losses[name]:.3f}", flush=True)
-        if (load := busiest(config)) is not None:
-            loads[name] = load
+    several = {model for name in paired(names) for model in (name, dense_counterpart(name))}
+    for name in names:
+        losses[name] = []
+        for seed in range(1, (options.seeds if name in several else 1) + 1):
+            config = settings(models[name], name, summary.output, output, options.steps, seed)
+            loss, tokens = trained(config)
+            losses[name].append(loss)
+            print(f"{name}, seed {seed}: {loss:.3f}", flush=True)
+            if (load := busiest(config)) is not None:
+                loads[name] = max(load, loads.get(name, 0.0))
     counted = summary.value["ngram_entropy"]
     counts = {name: flops(model) for name, model in models.items()}
     measured = Measured(losses, counts, counted["bigram_model"], loads)
     print_table([measured.row(name, models[name]) for name in names],
                 title=f"{tokens:,} tokens; validation loss of the unigram model {counted['unigram_model']:.3f}, of the "
                       f"bigram model {counted['bigram_model']:.3f} nats a token")
+    distance, half = measured.mean_distance()
+    print(f"mixtures beside their dense counterparts, mean: {distance:+.3f} ± {half:.3f}")
     faults = measured.faults()
     for fault in faults:
         print(fault)

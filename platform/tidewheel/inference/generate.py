@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tidewheel.models.attention import DocumentMask, document_mask
+from tidewheel.models.attention_backends import EXACT_KEYS
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.documents import Documents
 
@@ -107,13 +108,17 @@ def draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: float
 class Cache:
     """Keys and values of the tokens that a decoder has seen, [B, K, capacity, E] for each layer; see `cached`.
 
+    Exact attention takes a multiple of `EXACT_KEYS` keys. It gets them from here, those without a token hidden by the
+    mask, so that it copies none to fill them up.
+
     Args:
         capacity: most tokens of a row.
         kernel: of the attention, "masked" or "exact".
     """
 
     def __init__(self, capacity: int, kernel: str = "masked") -> None:
-        self.capacity, self._kernel = capacity, kernel
+        self._kernel = kernel
+        self.capacity = self._filled(capacity)
         self._layers: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lengths: dict[nn.Module, int] = {}
 
@@ -133,10 +138,10 @@ class Cache:
             window: of a sliding window.
         """
         begin = self.length
-        indices = torch.arange(begin + x.shape[1], device=x.device)
+        indices = torch.arange(self._filled(begin + x.shape[1]), device=x.device)
         seen = torch.zeros(1, len(indices), dtype=segment_ids.dtype, device=x.device)
-        return document_mask(segment_ids, self._kernel, window=window, places=indices[begin:], key_segments=seen,
-                             key_places=indices, keys=self._extend)
+        return document_mask(segment_ids, self._kernel, window=window, places=indices[begin:begin + x.shape[1]],
+                             key_segments=seen, key_places=indices, keys=self._extend)
 
     def cut(self, length: int) -> None:
         """Forget all tokens but the first `length`."""
@@ -152,7 +157,7 @@ class Cache:
         self._layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
 
     def _extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values of a layer; return all of them."""
+        """Store the new keys and values of a layer; return all of them, and for exact attention room behind them."""
         if layer not in self._layers:
             self._layers[layer] = (k.new_zeros(*k.shape[:2], self.capacity, k.shape[3]),
                                    v.new_zeros(*v.shape[:2], self.capacity, v.shape[3]))
@@ -162,7 +167,12 @@ class Cache:
         keys[:, :, begin:end] = k
         values[:, :, begin:end] = v
         self._lengths[layer] = end
-        return keys[:, :, :end], values[:, :, :end]
+        shown = self._filled(end)
+        return keys[:, :, :shown], values[:, :, :shown]
+
+    def _filled(self, length: int) -> int:
+        """Return the number of keys that attention takes for a number of tokens."""
+        return -(-length // EXACT_KEYS) * EXACT_KEYS if self._kernel == "exact" else length
 
 
 @contextlib.contextmanager

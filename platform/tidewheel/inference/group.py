@@ -8,11 +8,13 @@ of kills; and its log-probabilities have the bits that training computes for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from tidewheel.inference.draws import uniforms
 from tidewheel.inference.generate import Cache, cached
@@ -75,12 +77,30 @@ def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], 
     device = next(model.parameters()).device
     most = min(sampling.tokens, room)
     with torch.compiler.set_stance("force_eager"), precision_context(device, sampling.precision), \
-            fp32_products(device, False), cached(model, max(len(prompt) + most, EXACT_ROWS)) as cache:
+            fp32_products(device, False), weights_converted_once(model), \
+            cached(model, max(len(prompt) + most, EXACT_ROWS)) as cache:
         group = _Group(model, cache, prompt, samples, sampling, key, stream, device)
         for _ in range(most):
             if not group.step():
                 break
     return group.answers()
+
+
+@contextlib.contextmanager
+def weights_converted_once(model: nn.Module) -> Iterator[None]:
+    """Let autocast keep 16-bit weights until its context ends, also those of a model without gradients.
+
+    Autocast keeps what it converts from leaves that require gradients, and converts other weights for every product.
+    """
+    frozen = [parameter for parameter in model.parameters()
+              if parameter.is_floating_point() and not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 class _Group:

@@ -261,7 +261,6 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
         sinks = None if sinks is None else mask.exchange.own(sinks)
         out = document_attention(q, k, v, mask.inner, scale=scale, soft_cap=soft_cap, sinks=sinks)
         return mask.exchange.to_positions(out)
-    grouped = q.shape[1] != k.shape[1]
     if mask.plan is not None:
         out, lse = planned_attention(q, k, v, mask.plan, Scores(scale or q.shape[-1] ** -0.5, soft_cap or 0.0))
         return out if sinks is None else with_sinks(out, lse, sinks)
@@ -279,8 +278,12 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     assert mask.dense is not None
     if mask.kernel == "exact":
         return exact(q, k, v, mask.dense, scale)
-    if grouped:
-        k, v = repeated(q, k), repeated(q, v)
+    if q.shape[2] == 1 and q.shape[1] != k.shape[1] and sinks is None:
+        # the heads that share keys see the same ones: as queries of one head they need no copies of keys and values
+        together = q.reshape(*k.shape[:2], -1, q.shape[3])
+        out = document_attention(together, k, v, mask, scale=scale, soft_cap=soft_cap)
+        return out.reshape(*q.shape[:3], -1)
+    k, v = repeated(q, k), repeated(q, v)
     is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= PLAIN_LENGTH
     if is_short or soft_cap is not None or sinks is not None:
         return plain(q, k, v, mask.dense, scale, soft_cap, sinks)

@@ -77,14 +77,18 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: torch.Tensor
     missing = max(0, -(-EXACT_ROWS // share) - queries)
     room = -k.shape[2] % EXACT_KEYS
     hidden = F.pad(~dense, (0, room, 0, missing), value=True).expand(rows, 1, -1, -1)
-    q = F.pad(q * (width ** -0.5 if scale is None else scale), (0, 0, 0, missing))
-    k = F.pad(k, (0, 0, 0, room)).flatten(0, 1)
-    v = F.pad(v, (0, 0, 0, room)).flatten(0, 1)
+    q = _extended(q * (width ** -0.5 if scale is None else scale), missing)
+    k, v = (_extended(part, room).flatten(0, 1) for part in (k, v))
     scores = torch.bmm(q.reshape(rows * keys, -1, width), k.transpose(1, 2)).float()
     scores = scores.view(rows, heads, queries + missing, -1).masked_fill(hidden, HIDDEN)
     weights = scores.softmax(dim=-1).to(v.dtype)
     out = torch.bmm(weights.view(rows * keys, -1, v.shape[1]), v)
     return out.view(rows, heads, queries + missing, v.shape[2])[:, :, :queries]
+
+
+def _extended(x: torch.Tensor, zeros: int) -> torch.Tensor:
+    """Return [B, H, L + zeros, E], without a copy if nothing is added."""
+    return F.pad(x, (0, 0, 0, zeros)) if zeros else x
 
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: BlockMask, scale: float | None,

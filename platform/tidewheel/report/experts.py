@@ -6,19 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidewheel.report.page import Html, note, table, tag
-from tidewheel.report.plots import WIDTH, Scale, Svg, legend, ticks
+from tidewheel.report.page import Html, table, tag
+from tidewheel.report.plots import Scale, Svg, ticks
 
 NOTE = ("Load: the tokens of an expert over the mean of its layer. 1 is balance; no token is dropped unless experts "
         "choose. The selection bias or the auxiliary loss evens loads out during the first hundreds of steps.")
-LEFT, RIGHT = 64.0, 1048.0
+LEFT, RIGHT = 64.0, 1036.0
 MAX_COLUMNS = 256
 """Steps or experts drawn side by side; neighbours beyond are merged into their largest load."""
 LAST = 0.1
 """Share of the recorded steps, the last ones, whose loads are added up for the picture of single experts."""
-FULL, FULL_OF_LARGEST = 2.0, 4.0
-"""A load of FULL times the mean, or of one over it, has the full colour; the largest loads of layers have another."""
+LOADS, LARGEST_LOADS = (0.5, 0.7, 1.0, 1.4, 2.0), (1.0, 1.4, 2.0, 2.8, 4.0)
+"""Loads in the key of a figure: of single experts, and the largest ones of layers. The last has the full colour."""
 MORE, LESS = "var(--bad)", "var(--accent)"
+KEY_WIDTH = 60.0
+"""Distance of the entries of the key."""
+WRITTEN = 40.0
+"""Width of a cell from which its load is written in it."""
 
 
 def section(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
@@ -43,9 +47,8 @@ def section(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
                  for layer in last["expert_load_by_layer"]}
     blocks += [tag("h3", "Largest load of each layer over time"), heat_map(
         over_time, ("step", [float(steps[0]), float(steps[-1])]), "largest load of each layer by step",
-        full=FULL_OF_LARGEST)]
-    return [*blocks, legend([(LESS, "less than the mean"), (MORE, "more than the mean")]),
-            note("Colour is faint near the mean, and full at half or twice the mean; over time, at four times.")]
+        key=LARGEST_LOADS)]
+    return blocks
 
 
 def _figures(line: Mapping[str, Any]) -> Html:
@@ -65,14 +68,14 @@ def _loads(counts: Sequence[Sequence[int]]) -> list[float]:
 
 
 def heat_map(rows: Mapping[str, Sequence[float]], axis: tuple[str, Sequence[float]], label: str, *,
-             full: float = FULL) -> Html:
+             key: Sequence[float] = LOADS) -> Html:
     """Draw a row of cells for each layer, coloured by load.
 
     Args:
         rows: loads by layer.
         axis: name of the horizontal axis, and its first and last value.
         label: what the figure shows, for screen readers.
-        full: load over the mean that has the full colour.
+        key: loads whose colours are shown below the figure; the last one has the full colour.
     """
     name, (first, final) = axis
     height = max(6.0, min(22.0, 480.0 / len(rows)))
@@ -88,15 +91,23 @@ def heat_map(rows: Mapping[str, Sequence[float]], axis: tuple[str, Sequence[floa
         for at, (begin, end, value) in enumerate(cells):
             place = f"{begin}" if end == begin else f"{begin} to {end}"
             tip = f"layer {layer}, {name} {place}: {value:.2f}" if name == "expert" else f"layer {layer}: {value:.2f}"
-            fill, opacity = colour(value, full)
+            fill, opacity = colour(value, key[-1])
             svg.rect(LEFT + at * width, y, width - (1 if width > 6 else 0), height - 1, fill, tip, opacity=opacity)
-    centre = (RIGHT - LEFT) / (2 * min(MAX_COLUMNS, max(len(values) for values in rows.values())))
+            if width >= WRITTEN and height > 15:
+                svg.text(LEFT + (at + 0.5) * width, y + height / 2 + 4, f"{value:.2f}", "middle", "var(--ink)")
+    centre = (RIGHT - LEFT) / (2 * max(len(_merged(values)) for values in rows.values()))
     x = Scale(first, max(final, first + 1), LEFT + centre, RIGHT - centre)
     for value in ticks(first, final, 8):
         if value == int(value):
             svg.text(x(value), bottom + 16, f"{value:g}", "middle")
-    svg.text(LEFT - 8, bottom + 16, "layer", "end", class_="label")
-    svg.text(WIDTH - 12, bottom + 34, name, "end", class_="label")
+    svg.text(LEFT - 8, bottom + 34, "layer", "end", class_="label")
+    svg.text(RIGHT, bottom + 34, name, "end", class_="label")
+    svg.text(LEFT + KEY_WIDTH - 8, bottom + 34, "load", "end", class_="label")
+    for at, load in enumerate(key, start=1):
+        left = LEFT + at * KEY_WIDTH
+        fill, opacity = colour(load, key[-1])
+        svg.rect(left, bottom + 24, 16, 12, fill, opacity=opacity)
+        svg.text(left + 22, bottom + 34, f"{load:g}")
     return svg.render()
 
 
@@ -107,7 +118,7 @@ def _merged(values: Sequence[float]) -> list[tuple[int, int, float]]:
     return [(start, min(start + size, len(values)) - 1, max(values[start:start + size])) for start in starts]
 
 
-def colour(load: float, full: float = FULL) -> tuple[str, float]:
+def colour(load: float, full: float = LOADS[-1]) -> tuple[str, float]:
     """Return the fill and the opacity of a cell: faint at the mean, full at `full` times it or one over that.
 
     Args:

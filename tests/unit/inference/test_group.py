@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import ORACLES, imported
 from tidewheel.inference.draws import philox, uniforms
 from tidewheel.inference.group import Answer, Sampling, choose, sample_group
 from tidewheel.models import families
 from tidewheel.models.attention import document_attention, document_mask
+from tidewheel.models.attention_backends import repeated
 from tidewheel.models.decoder import Decoder
 from tidewheel.train.precision import Precision, precision_context
 
@@ -80,6 +83,35 @@ def test_an_answer_does_not_depend_on_its_group_and_has_the_bits_of_training(dec
     for row, answer in enumerate(whole):
         rows = every_token[row, len(PROMPT) - 1:len(PROMPT) - 1 + len(answer.tokens)]
         assert rows.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].tolist() == answer.log_probabilities
+
+
+def test_a_group_converts_each_weight_to_16_bits_once(decoder: Decoder):
+    matrices = {parameter.shape for parameter in decoder.parameters() if parameter.ndim == 2}
+
+    class Conversions(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._to_copy.default and args[0].shape in matrices:
+                self.count += kwargs["dtype"] == torch.bfloat16
+            return function(*args, **(kwargs or {}))
+
+    with Conversions() as conversions:
+        answers = group_of(decoder, range(3), "bf16")
+    assert max(len(answer.tokens) for answer in answers) > 3
+    assert 0 < conversions.count <= len([*decoder.parameters()])
+    assert not any(parameter.requires_grad for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_a_single_query_needs_no_copies_of_shared_keys(soft_cap: float | None):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, length, 8) for heads, length in ((6, 1), (2, 21), (2, 21)))
+    mask = document_mask(torch.zeros(3, 1), places=torch.tensor([20]), key_segments=torch.zeros(3, 21),
+                         key_places=torch.arange(21), window=7)
+    shared = document_attention(q, k, v, mask, soft_cap=soft_cap)
+    copied = document_attention(q, repeated(q, k), repeated(q, v), mask, soft_cap=soft_cap)
+    torch.testing.assert_close(shared, copied)
 
 
 def test_exact_attention_equals_torchs():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
 
 from tests.benchmarks.families import (
@@ -46,22 +49,47 @@ def test_all_models_read_the_same_tokens_with_the_same_settings():
     assert all(other == others[0] for other in others)
 
 
-LOSSES = {BASE: 3.9, "mixtral": 3.8, "olmoe": 3.8, "olmoe" + ONE: 3.9}
+def test_seeds_change_the_initial_values_alone():
+    first, second = (settings(MODELS["olmoe"], "olmoe", "data", "output", 10, seed).canonical() for seed in (1, 2))
+    assert {key for key in first if first[key] != second.get(key)} <= {"run", "seed"}
+    assert first["data"]["seed"] == 1
+    assert second["seed"] == 2
 
 
+LOSSES = {BASE: [3.9, 3.88], "mixtral": [3.8, 3.79], "olmoe": [3.8, 3.81], "olmoe" + ONE: [3.9, 3.9]}
 FLOPS = {name: flops(MODELS[name]) for name in LOSSES}
 
 
-def faults(**changed: float) -> list[str]:
+def faults(**changed: list[float]) -> list[str]:
     return Measured(LOSSES | changed, FLOPS, 4.2, {"mixtral": 1.4}).faults()
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"olmoe": 3.95}, "dense counterpart"), ({"mixtral": 3.95}, "dense counterpart"),
-    ({"mixtral": 3.9 + 1.5 * REACH}, "above Llama's"), ({"llama": 4.3}, "not below the bigram model")])
-def test_a_family_that_lags_is_reported(changed: dict[str, float], said: str):
+    ({"olmoe": [3.97, 3.96]}, "olmoe: \\+0.065 ± 0.022 beside its dense counterpart is above 0"),
+    ({"mixtral": [3.95, 3.97]}, "mixtral: .* beside its dense counterpart"),
+    ({"mixtral": [3.9 + 1.5 * REACH] * 2}, "above Llama's"), ({"llama": [4.3, 4.3]}, "not below the bigram model")])
+def test_a_family_that_lags_is_reported(changed: dict[str, list[float]], said: str):
     assert faults() == []
-    assert any(said in fault for fault in faults(**changed))
+    assert any(re.match(f".*{said}", fault) for fault in faults(**changed))
+
+
+def test_what_seeds_explain_is_no_fault_unless_all_mixtures_lag():
+    noisy = {"olmoe": [4.0, 3.82], "olmoe" + ONE: [3.88, 3.92]}  # +0.12 and -0.1
+    assert faults(**noisy) == []
+    slow = {"olmoe": [3.92, 3.92], "mixtral": [3.94, 3.88]}  # +0.02, +0.02 and +0.04, 0
+    assert faults(**slow) == [], "± 0.06 of each"
+    many = Measured({BASE: [3.9] * 9, "mixtral": [3.94, 3.9, 3.92] * 3, "olmoe": [3.9, 3.94, 3.92] * 3,
+                     "olmoe" + ONE: [3.91] * 9}, FLOPS, 4.2, {})
+    assert many.distance("olmoe") == pytest.approx((0.01, 0.0122), abs=1e-4)
+    (_, fault) = many.faults()
+    assert fault == "all mixtures: +0.015 ± 0.009 beside their dense counterparts is above 0"
+
+
+def test_the_interval_is_students_over_the_seeds_of_all_mixtures():
+    distance, half = Measured(LOSSES, FLOPS, 4.2, {}).distance("olmoe")
+    assert distance == pytest.approx(-0.095)
+    spread = math.sqrt((2 * 0.005**2 + 2 * 0.005**2) / 2)  # distances -0.1, -0.09 and -0.1, -0.09
+    assert half == pytest.approx(4.302653 * spread / math.sqrt(2)), "4.30 is Student's 97.5 % quantile of 2 degrees"
 
 
 def test_unequal_flops_and_idle_experts_are_reported():

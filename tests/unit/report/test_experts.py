@@ -39,3 +39,13 @@ def test_colours_tell_more_from_less_and_grow_with_the_distance():
     assert experts.colour(0.5)[1] == 1.0
     assert experts.colour(0.0)[1] == 1.0
     assert experts.colour(1.2)[0] != experts.colour(0.8)[0]
+
+
+def test_loads_are_written_in_wide_cells_and_the_key_shows_their_colours():
+    few = "".join(map(str, experts.section([line(1, [10, 30])])))
+    assert ">0.50</text>" in few
+    assert ">1.50</text>" in few
+    many = "".join(map(str, experts.section([line(1, [1, 3] * 32)])))
+    assert many.count(">1.50</text>") == 1, "cells of 64 experts are too narrow, but not that of the only step"
+    for load in experts.LOADS:
+        assert f">{load:g}</text>" in many
