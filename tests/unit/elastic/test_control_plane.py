@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.control_plane import Measurement
 
 
-@pytest.mark.long  # processes that import the package; `python -m tests.benchmarks.control_plane` has up to 16,384 workers
+@pytest.mark.long  # processes that import the package; `tests/benchmarks/control_plane.py` has more workers
 def test_survivors_of_deaths_and_of_a_freeze_join_again():
     workers = 48
     measurement = Measurement(workers, beat=0.0)
