@@ -47,13 +47,13 @@ def named(given: Sequence[str]) -> dict[str, str]:
     return adapters
 
 
-def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest, config: Model,
+def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest | None, config: Model,
                   base: str) -> dict[str, tuple[Adapter, Values]]:
     """Return the settings and the parameters of adapters of one base, by name.
 
     Args:
         given: by name, the URI of a run, of one of its checkpoints, or of a folder that peft wrote.
-        manifest: of the base's checkpoint.
+        manifest: of the base's checkpoint; None: the base is a Hugging Face folder.
         config: of the base.
         base: its URI, for messages.
 
@@ -74,6 +74,10 @@ def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest, config
         if of is None:
             raise ConfigError("this checkpoint holds a whole model, not an adapter", where=where,
                               fix="give the run that trained the adapter, or a folder that peft wrote")
+        if manifest is None:
+            raise ConfigError(f"the adapter {name} was trained on a checkpoint, but {base} is a Hugging Face folder",
+                              where=where, fix="give the checkpoint that the run began with, or export the adapter: "
+                              "tidewheel checkpoint export-adapter RUN FOLDER")
         if of.hash != manifest.model_hash:
             raise ConfigError(f"the adapter {name} was trained on {of.uri or 'initial values'} (hash {of.hash}), but "
                               f"{base} has the hash {manifest.model_hash}", where=where,

@@ -70,10 +70,7 @@ class Writer:
                 is of another base.
         """
         if folder.is_folder(uri):
-            if adapters:
-                raise ConfigError("adapters are put on the checkpoint of a run, this is a folder of Hugging Face's",
-                                  where=uri, fix="import it: tidewheel checkpoint import FOLDER --output RUN")
-            return cls._of_folder(storage.store(uri), tokenizer, chat_template, device)
+            return cls._of_folder(storage.store(uri), tokenizer, chat_template, device, adapters or {})
         run, checkpoints, name = locate(uri)
         manifest = read_manifest(checkpoints, name)
         if problems := verify_files(checkpoints, name, manifest.files):
@@ -109,7 +106,8 @@ class Writer:
         return rows(self.model, [adapter])
 
     @classmethod
-    def _of_folder(cls, place: storage.Store, tokenizer: str, chat_template: str, device: str) -> Writer:
+    def _of_folder(cls, place: storage.Store, tokenizer: str, chat_template: str, device: str,
+                   adapters: Mapping[str, str]) -> Writer:
         model = folder.read_model(place)
         encoder = _tokenizer(place, tokenizer)[0] if tokenizer else folder.read_encoder(place)
         if encoder.vocabulary_size > model.vocabulary_size:
@@ -117,7 +115,10 @@ class Writer:
                               where=tokenizer or place.uri, fix="give the tokenizer that the model was trained with")
         source = tokenizer_files.template_of_run(place, chat_template)
         template = ChatTemplate(source, tuple(encoder.special)) if source else None
-        return cls(place.uri, model.to(local_device(device)), encoder, model.config.max_sequence_length, template)
+        if adapters:
+            add_several(model, read_adapters(adapters, None, model.config, place.uri))
+        return cls(place.uri, model.to(local_device(device)), encoder, model.config.max_sequence_length, template,
+                   tuple(adapters))
 
     @cached_property
     def ends(self) -> frozenset[int]:

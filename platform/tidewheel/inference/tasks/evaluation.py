@@ -74,6 +74,7 @@ class TaskResult:
         items: number of items.
         answered: of them, those that were answered now; the others were there.
         uri: of the file with these results.
+        adapter: name of the adapter that answered; "": the model itself.
     """
 
     task: str
@@ -81,6 +82,7 @@ class TaskResult:
     items: int
     answered: int
     uri: str
+    adapter: str = ""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures for a table."""

@@ -13,7 +13,7 @@ from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models import adapters
 from tidewheel.models.adapter import Adapter
 from tidewheel.models.family import Model
-from tidewheel.storage import Store
+from tidewheel.storage import Store, content_hash
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -37,6 +37,11 @@ def write(folder: Store, config: Model, adapter: Adapter, values: Mapping[str, t
     folder.write(WEIGHTS, safetensors.torch.save(dict(tensors), {"format": "pt"}))
     folder.write_json(CONFIG, {**common, **settings})
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def fingerprint(folder: Store) -> str:
+    """Return a hash of an adapter's settings and weights. Reads all of them."""
+    return content_hash("\n".join(f"{name} {folder.hash(name)}" for name in (CONFIG, WEIGHTS)).encode())
 
 
 def read(folder: Store, config: Model) -> tuple[Adapter, dict[str, torch.Tensor]]:
