@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.benchmarks.adapters import compare, models, nf4_rows, peft_kinds
 from tests.every import every
-from tidewheel import storage
+from tidewheel import expressions, storage
 from tidewheel.errors import ConfigError
 from tidewheel.models import adapters, families
 from tidewheel.models.adapter import Adapter
@@ -139,7 +139,7 @@ def test_a_base_that_cannot_be_quantised_is_refused():
         attach.attach(model, adapter)
 
 
-def test_files_of_another_model_or_kind_are_refused(tmp_path):
+def test_files_of_another_model_or_kind_are_refused(tmp_path, monkeypatch):
     model, _ = models()
     adapter, values = trained(model, "lora", 1, targets=["wq"])
     folder = storage.store(str(tmp_path))
@@ -147,7 +147,14 @@ def test_files_of_another_model_or_kind_are_refused(tmp_path):
     smaller = families.KIND.build("llama", {**model.config.settings(), "num_layers": 1})
     with pytest.raises(ConfigError, match="belongs to no layer of this model"):
         peft_files.read(folder, smaller)
-    folder.write_json(peft_files.CONFIG, {**folder.read_json(peft_files.CONFIG), "peft_type": "VERA"})
+    written = folder.read_json(peft_files.CONFIG)
+    for pattern, problem in (("(", "is not valid"), ("((a|a|[a-z._0-9])+)+!", "takes more than 0 s")):
+        monkeypatch.setattr(expressions, "SECONDS", 0)
+        folder.write_json(peft_files.CONFIG, {**written, "alpha_pattern": {pattern: 2}})
+        with pytest.raises(ConfigError, match=problem) as error:
+            peft_files.read(folder, model.config)
+        assert pattern in error.value.what
+    folder.write_json(peft_files.CONFIG, {**written, "peft_type": "VERA"})
     with pytest.raises(ConfigError, match="VERA is not known"):
         peft_files.read(folder, model.config)
 
