@@ -23,12 +23,16 @@ from tidewheel.parts import as_json
 from tidewheel.storage import Store
 
 logger = logging.getLogger(__name__)
+HEAD = "output.weight"
 Weights = dict[str, torch.Tensor]
 TOLERANCE = 8.0
 """Of a subtracted adapter, in units of the rounding of the matrices' dtype: 1e-6 of the largest value in fp32."""
 
 def export_adapter(uri: str, out: str, *, base: str = "") -> int:
     """Write the adapter of a run for the library peft; return the number of its parameters there.
+
+    That of a reward model has its head beside it: peft puts both on a model of sequence classification with one label
+    (head outcome) or of token classification (head process).
 
     Args:
         uri: a run (its newest complete checkpoint), or one checkpoint.
@@ -37,14 +41,30 @@ def export_adapter(uri: str, out: str, *, base: str = "") -> int:
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged.
-        ConfigError: the checkpoint holds a whole model, or peft has no such adapter.
+        ConfigError: the checkpoint holds a whole model, or peft has no such adapter or head.
     """
     checkpoints, name, manifest = _adapter_run(uri)
-    config, _ = conversion.model_of(manifest, checkpoints.at(name))
+    config, _ = conversion.model_of(manifest, checkpoints.at(name), any_head=True)
     values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
     target = storage.store(out)
     target.check()
-    return peft_files.write(target, config, adapter_of(manifest), values, base=base)
+    return peft_files.write(target, config, adapter_of(manifest), values, base=base,
+                            head=_head(uri, checkpoints, name, manifest))
+
+
+def _head(uri: str, checkpoints: Store, name: str, manifest: CheckpointManifest) -> tuple[str, torch.Tensor] | None:
+    """Return the kind and the matrix of a reward model's head, None of a decoder."""
+    objective = manifest.extra["identity"].get("head")
+    if objective is None:
+        return None
+    run, _, _ = locate(uri)
+    settings = run.read_json("run.json")["config"]["objective"] if run.exists("run.json") else {}
+    if objective != "reward_model" or not settings:
+        raise ConfigError(f"the head of objective {objective} has no counterpart in transformers" if settings else
+                          "the kind of the head is not known without run.json", where=checkpoints.at(name),
+                          fix="give the run of an objective of kind reward_model")
+    matrix = conversion.read_stored(checkpoints, name, manifest, [HEAD])[HEAD]
+    return settings.get("head", "outcome"), matrix
 
 
 def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:

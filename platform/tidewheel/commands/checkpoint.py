@@ -156,7 +156,10 @@ def checkpoint_export_adapter(
     base: Annotated[str, Parameter(help="Name or folder of the base in transformers' format, for the "
                                         "settings.")] = "",
 ) -> int:
-    """Write an adapter alone, as adapter_config.json and adapter_model.safetensors that peft loads."""
+    """Write an adapter alone, as adapter_config.json and adapter_model.safetensors that peft loads.
+
+    With the adapter of a reward model goes its head.
+    """
     from tidewheel.checkpoint.adapter_files import export_adapter
 
     print(f"{out}: {export_adapter(source, out, base=base):,} parameters of an adapter")
