@@ -19,7 +19,7 @@ from tidewheel.inference.scorer import open_scorer
 from tidewheel.inference.tasks import evaluation
 from tidewheel.inference.tasks.evaluation import Options, evaluate
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 COUNT = 3 * evaluation.UNIT + 7
 
 

@@ -12,13 +12,13 @@ import torch
 from tidewheel import storage
 from tidewheel.checkpoint import conversion, tokenizer_files
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
-from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
-from tidewheel.errors import CheckpointError, ConfigError, StorageError
+from tidewheel.checkpoint.verify import check_files, locate
+from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models import huggingface
 from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting import merge, peft_files
+from tidewheel.models.family import Model
 from tidewheel.parts import as_json
 from tidewheel.storage import Store
 
@@ -89,7 +89,9 @@ def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
     extra = {"identity": {"model": config.shape(), "adapter": as_json(adapter)},
              "base": {"from": checkpoints.at(name), "hash": manifest.model_hash, "vocabulary_size": rows},
              "imported": {"from": folder, "time": time.time()}}
-    _save(uri, values, extra)
+    target = storage.store(uri)
+    target.check()
+    conversion.save_weights(target, config, values, extra)
     return as_json(adapter)
 
 
@@ -118,8 +120,7 @@ def merge_run(uri: str, out: str, *, tokenizer: str = "", chat_template: str = "
     beside, reason = _tokenizer(uri, manifest, tokenizer, chat_template)
     names = list(huggingface.weight_shapes(config, rows))
     weights = conversion.read_weights(checkpoints, name, manifest, names)
-    _save_whole(out, weights, {"identity": {"model": config.shape()},
-                               "merged": {"from": checkpoints.at(name), "time": time.time()}}, beside)
+    _save_whole(out, config, weights, {"merged": {"from": checkpoints.at(name), "time": time.time()}}, beside)
     return sum(weight.numel() for weight in weights.values()), reason
 
 
@@ -169,8 +170,7 @@ def unmerge_run(uri: str, out: str, *, adapter: str = "", tokenizer: str = "", c
                 "holds an adapter that is not merged")
         raise ConfigError(f"this checkpoint {what}", where=where, fix="give a merged model, and the run that trained "
                           "the adapter: --adapter RUN")
-    if problems := verify_files(merged_checkpoints, merged_name, merged_manifest.files):
-        raise CheckpointError("; ".join(problems)[:500], where=where, fix="restore the files from a copy")
+    check_files(merged_checkpoints, merged_name, merged_manifest)
     checkpoints, name, manifest = _adapter_run(source)
     config, rows = conversion.model_of(merged_manifest, where)
     if (config.shape(), rows) != _shape(manifest, checkpoints.at(name)):
@@ -186,7 +186,7 @@ def unmerge_run(uri: str, out: str, *, adapter: str = "", tokenizer: str = "", c
         values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
         weights, difference = _subtracted(given, adapter_of(manifest), values, where)
     origin = {"from": where, "adapter": checkpoints.at(name), "time": time.time()}
-    _save_whole(out, weights, {"identity": {"model": config.shape()}, "unmerged": origin}, beside)
+    _save_whole(out, config, weights, {"unmerged": origin}, beside)
     exact = "" if base is None else base.uri or "its initial values"
     return Unmerged(sum(weight.numel() for weight in weights.values()), exact, difference, reason)
 
@@ -254,33 +254,16 @@ def _adapter_run(uri: str) -> tuple[Store, str, CheckpointManifest]:
     if base_of(manifest) is None:
         raise ConfigError("this checkpoint holds a whole model, not an adapter", where=checkpoints.at(name),
                           fix="use `tidewheel checkpoint export` for whole models")
-    if problems := verify_files(checkpoints, name, manifest.files):
-        raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                              fix="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
+    check_files(checkpoints, name, manifest)
     return checkpoints, name, manifest
 
 
-def _save_whole(out: str, weights: Weights, extra: dict[str, Any], beside: tokenizer_files.TokenizerFiles) -> None:
-    _save(out, weights, extra)
+def _save_whole(out: str, config: Model, weights: Weights, extra: dict[str, Any],
+                beside: tokenizer_files.TokenizerFiles) -> None:
     target = storage.store(out)
+    target.check()
+    conversion.save_weights(target, config, weights, extra)
     for file, content in beside.files.items():
         target.write(file, content)
     if beside.ends:
         target.write_json(huggingface.GENERATION, {"eos_token_id": list(beside.ends)})
-
-
-def _save(uri: str, weights: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-    target = storage.store(uri)
-    target.check()
-    failures: list[str] = []
-
-    def on_event(kind: str, detail: dict[str, Any]) -> None:
-        if kind == "save_failed":
-            failures.append(str(detail["reason"]))
-
-    whole = {"step": 0, "position": 0, "tokens": 0, "loss": None, **extra}
-    CheckpointManager(target.child("checkpoints"), asynchronous=False, on_event=on_event).save(
-        0, {"model": weights}, whole)
-    if failures:
-        raise StorageError(failures[0], where=target.uri,
-                           fix="check that the folder can be written to, then give the command again")

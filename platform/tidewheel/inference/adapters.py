@@ -10,8 +10,8 @@ from tidewheel import storage
 from tidewheel.checkpoint import conversion
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
-from tidewheel.errors import CheckpointError, ConfigError, InputError
+from tidewheel.checkpoint.verify import check_files, locate
+from tidewheel.errors import ConfigError, InputError
 from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting import peft_files
 from tidewheel.models.adapting.merge import Values
@@ -82,8 +82,7 @@ def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest | None,
             raise ConfigError(f"the adapter {name} was trained on {of.uri or 'initial values'} (hash {of.hash}), but "
                               f"{base} has the hash {manifest.model_hash}", where=where,
                               fix=f"give its own base{f', {of.uri}' if of.uri else ''}")
-        if problems := verify_files(checkpoints, checkpoint, theirs.files):
-            raise CheckpointError("; ".join(problems)[:500], where=where, fix="restore the files from a copy")
+        check_files(checkpoints, checkpoint, theirs)
         adapters[name] = (adapter_of(theirs), adapter_values(checkpoints, checkpoint, theirs, conversion.read_stored))
     return adapters
 

@@ -14,9 +14,9 @@ from tidewheel import storage
 from tidewheel.checkpoint import conversion, tokenizer_files
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of, read_base
 from tidewheel.checkpoint.manifest import read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
+from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.data.tokenize.chat_template import ChatTemplate
-from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.errors import ConfigError
 from tidewheel.inference import folder
 from tidewheel.inference.adapters import read_adapters
 from tidewheel.inference.generate import generate
@@ -73,9 +73,7 @@ class Writer:
             return cls._of_folder(storage.store(uri), tokenizer, chat_template, device, adapters or {})
         run, checkpoints, name = locate(uri)
         manifest = read_manifest(checkpoints, name)
-        if problems := verify_files(checkpoints, name, manifest.files):
-            raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                                  fix="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
+        check_files(checkpoints, name, manifest)
         config, vocabulary_size = conversion.model_of(manifest, checkpoints.at(name))
         encoder, context = _tokenizer(run, tokenizer)
         if encoder.vocabulary_size > vocabulary_size:
