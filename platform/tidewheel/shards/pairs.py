@@ -45,6 +45,8 @@ class PairShard:
     rejected: tuple[np.ndarray, np.ndarray]
     margins: np.ndarray | None = None
     """[n] fp32; None: the set has none."""
+    steps: tuple[np.ndarray, np.ndarray] | None = None
+    """Labels int8 of all tokens of answers, and bounds; None: the set has none."""
 
     def sequence(self, row: int, part: int) -> np.ndarray:
         """Return the tokens of a part of a row: 0 chosen, 1 rejected, 2 mismatched (not yet cut)."""
@@ -91,14 +93,15 @@ class PairSet(OpenedSet[PairShard]):
     def _opened(self, path: Path, index: int) -> PairShard:
         info, where = self.manifest.shards[index], self.store.at(self.manifest.shards[index].name)
         batch = only_batch(path, where)
-        schema = preference_schema(self.manifest.token_dtype, self.manifest.margins)
+        schema = preference_schema(self.manifest.token_dtype, self.manifest.margins, self.manifest.step_labels)
         if batch is None or not batch.schema.equals(schema) \
                 or batch.num_rows != info.rows or any(column.null_count for column in batch.columns):
             raise ShardError(f"the shard's columns or rows are not those of its manifest, which has {info.rows} rows",
                              where=where, fix=REBUILD)
         shard = PairShard(batch.column("prompt_length").to_numpy(), _flat(batch.column("chosen")),
                           _flat(batch.column("rejected")),
-                          batch.column("margin").to_numpy() if self.manifest.margins else None)
+                          batch.column("margin").to_numpy() if self.manifest.margins else None,
+                          _flat(batch.column("step_labels")) if self.manifest.step_labels else None)
         lengths = [np.diff(bounds) for _, bounds in (shard.chosen, shard.rejected)]
         unpaired = self.manifest.unpaired
         if min(shard.prompts.min(), *(part.min() for part in lengths)) < 0 \
@@ -106,6 +109,8 @@ class PairSet(OpenedSet[PairShard]):
                 or (unpaired and np.any(shard.prompts != np.minimum(*lengths))) \
                 or max(part.max() for part in lengths) > self.manifest.sequence_length:
             raise self._damaged(index, "a sequence is not longer than its prompt, or longer than sequence_length")
+        if shard.steps is not None and np.any(np.diff(shard.steps[1]) != lengths[0] - shard.prompts):
+            raise self._damaged(index, "an answer has not one label for each token")
         if (row := first_equal(shard)) is not None:
             raise ShardError(f"both answers of row {row} are equal, so it prefers neither", where=where,
                              fix="leave such pairs out: `tidewheel data run` drops them")
@@ -127,6 +132,7 @@ class PairSet(OpenedSet[PairShard]):
         reference = None if self.column is None else np.empty((count, parts), dtype=np.float32)
         desirable = np.zeros(count, dtype=bool) if unpaired else None
         margins = np.zeros(count, dtype=np.float32) if manifest.margins else None
+        steps = np.full(shape, -1, dtype=np.int8) if manifest.step_labels else None
         for slot, (index, row) in enumerate(zip(shards.tolist(), rows.tolist())):
             shard = self.shard(index)
             chosen = list(range(parts))
@@ -144,6 +150,10 @@ class PairSet(OpenedSet[PairShard]):
                 lengths[slot] += size
             if margins is not None and shard.margins is not None:
                 margins[slot] = shard.margins[row]
+            if steps is not None and shard.steps is not None:
+                labels, bounds = shard.steps
+                steps[slot, 0, shard.prompts[row]:shard.prompts[row] + bounds[row + 1] - bounds[row]] = \
+                    labels[bounds[row]:bounds[row + 1]]
             if reference is not None and self.column is not None:
                 reference[slot] = self.column.values(index)[row, :parts]
             if int(tokens[slot].max()) >= manifest.vocabulary_size:
@@ -151,7 +161,8 @@ class PairSet(OpenedSet[PairShard]):
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
         flat = (count, parts * length)
         return Rows(tokens.reshape(flat), lengths, segments.reshape(flat), positions.reshape(flat), ids,
-                    mask.reshape(flat), parts, reference, margins=margins, desirable=desirable)
+                    mask.reshape(flat), parts, reference, margins=margins, desirable=desirable,
+                    step_labels=None if steps is None else steps.reshape(flat))
 
 
 def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_damage: OnDamage | None = None,

@@ -45,7 +45,8 @@ def read_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) ->
     """
     where = set_store.at(info.name)
     batch = stored_batch(set_store, info)
-    if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype, manifest.margins)):
+    if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype, manifest.margins,
+                                                                  manifest.step_labels)):
         raise ShardError("the shard's columns are not those of its manifest", where=where, fix=REBUILD)
     return batch
 
@@ -81,6 +82,11 @@ def check_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -
     prompts = batch.column("prompt_length").to_numpy()
     if manifest.unpaired and np.any(np.minimum(*lengths) != prompts):
         return [*problems, "a row of an unpaired set has two answers"]
+    if manifest.step_labels:
+        labels = batch.column("step_labels")
+        if np.any(np.diff(labels.offsets.to_numpy()) != lengths[0] - prompts) \
+                or not np.isin(labels.values.to_numpy(), (-1, 0, 1)).all():
+            problems.append("an answer has not one label, -1, 0 or 1, for each token")
     if prompts.min() < 0 or np.any(prompts >= shortest):
         return [*problems, "a prompt is not shorter than its sequence"]
     flat = [batch.column(name).values.to_numpy() for name in ("chosen", "rejected")]
@@ -114,4 +120,5 @@ def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | 
     return {"row": row, "id": f"{info.name}:{inside}", "document": values["document_id"],
             "prompt_length": values["prompt_length"], "chosen_length": len(values["chosen"]),
             "rejected_length": len(values["rejected"]), **({"margin": values["margin"]} if manifest.margins else {}),
+            **({"step_labels": values["step_labels"]} if manifest.step_labels else {}),
             "chosen": values["chosen"][:shown], "rejected": values["rejected"][:shown]}

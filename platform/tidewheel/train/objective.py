@@ -148,6 +148,11 @@ class Objective(Part):
         return False
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether it learns from labels of the steps of answers, `MicroBatch.step_labels`."""
+        return False
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it needs log-probabilities under a reference model, `data.reference`."""
         return False
