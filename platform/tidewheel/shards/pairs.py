@@ -195,16 +195,33 @@ def open_set(uri: str, cache: Path | None = None, *, verify: bool = False, on_da
     return opened.reading(parts, column)
 
 
-def check_answers(uri: str, manifest: Manifest) -> None:
+def check_answers(uri: str, manifest: Manifest) -> set[int]:
     """Open every shard of a preference set, and so find pairs whose two answers are equal.
+
+    Returns:
+        The tokens that labelled steps end with, without the last ones of their answers.
 
     Raises:
         ShardError: a shard is damaged, or has such a pair.
     """
     opened = PairSet.open(uri, manifest=manifest)
+    ends: set[int] = set()
     for index in range(len(manifest.shards)):
-        opened.shard(index)
+        shard = opened.shard(index)
+        if shard.steps is not None:
+            ends |= _step_ends(shard, *shard.steps)
     opened.close()
+    return ends
+
+
+def _step_ends(shard: PairShard, labels: np.ndarray, bounds: np.ndarray) -> set[int]:
+    tokens, starts = shard.chosen
+    sizes = np.diff(bounds)
+    places = np.arange(bounds[0], bounds[-1]) + np.repeat(starts[:-1] + shard.prompts - bounds[:-1], sizes)
+    is_last = np.zeros(len(places), dtype=bool)
+    is_last[bounds[1:] - 1 - bounds[0]] = True
+    chosen = (labels[bounds[0]:bounds[-1]] >= 0) & ~is_last
+    return set(np.unique(tokens[places[chosen]]).tolist())
 
 
 def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:

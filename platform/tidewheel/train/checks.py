@@ -237,7 +237,13 @@ def files(config: TrainConfig, source: Source, validation: Mapping[str, Manifest
     manifests |= {uri: validation[name] for name, uri in config.data.validation_sets.items()}
     for uri, manifest in manifests.items():
         if manifest.kind == PREFERENCES and sum(shard.bytes for shard in manifest.shards) <= HASH_AT_START_BYTES:
-            check_answers(uri, manifest)
+            ends = check_answers(uri, manifest)
+            wanted = getattr(config.objective, "step_token", None)
+            if ends and wanted is not None and ends != {wanted}:
+                raise ConfigError(f"steps of the set end in the tokens {sorted(ends)[:8]}, not all in step_token "
+                                  f"{wanted}, so rewards of answers without labels would be read elsewhere", where=uri,
+                                  fix="set objective.step_token, and a read.step_separator that is one token in every "
+                                      "place")
 
 
 def fits(config: TrainConfig, manifest: Manifest) -> None:

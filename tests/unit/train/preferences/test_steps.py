@@ -13,7 +13,7 @@ from tests.unit.train.helpers import write_shards
 from tests.unit.train.preferences.pairs import Pair, pair_config, random_pairs, write_pairs
 from tidewheel.cli import run_command
 from tidewheel.elastic.trainer import fit_local
-from tidewheel.errors import ShardError
+from tidewheel.errors import ConfigError, ShardError
 from tidewheel.shards.pairs import open_set
 from tidewheel.train import objectives
 from tidewheel.train.batches import micro_batch
@@ -91,5 +91,7 @@ def test_labels_of_steps_need_a_process_head(folder: Path):
     for kind in ("objective.kind=reward_model", "objective.kind=kto", "objective.kind=simpo"):
         with pytest.raises(ShardError, match="reward model with a process head"):
             fit_local(pair_config(folder, "refused", kind))
+    with pytest.raises(ConfigError, match=rf"steps of the set end in the tokens \[{STEP}\], not all in step_token 5"):
+        fit_local(pair_config(folder, "refused", *PROCESS[:2], "objective.step_token=5"))
     with pytest.raises(ShardError, match="unpaired is True, but False"):
         fit_local(pair_config(folder, "refused", *PROCESS, f"data.uri={folder}/plain"))
