@@ -48,6 +48,18 @@ class PairShard:
     steps: tuple[np.ndarray, np.ndarray] | None = None
     """Labels int8 of all tokens of answers, and bounds; None: the set has none."""
 
+    @classmethod
+    def of(cls, batch: pa.RecordBatch, manifest: Manifest) -> PairShard:
+        """Return the columns of a batch of `preference_schema`."""
+        return cls(batch.column("prompt_length").to_numpy(), _flat(batch.column("chosen")),
+                   _flat(batch.column("rejected")), batch.column("margin").to_numpy() if manifest.margins else None,
+                   _flat(batch.column("step_labels")) if manifest.step_labels else None)
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of the chosen and of the rejected sequences, int32 [n] each."""
+        return np.diff(self.chosen[1]), np.diff(self.rejected[1])
+
     def sequence(self, row: int, part: int) -> np.ndarray:
         """Return the tokens of a part of a row: 0 chosen, 1 rejected, 2 mismatched (not yet cut)."""
         if part == WITH_MISMATCHED - 1:
@@ -57,20 +69,40 @@ class PairShard:
         tokens, bounds = self.rejected if part else self.chosen
         return tokens[bounds[row]:bounds[row + 1]]
 
-
     def answer(self, row: int) -> int:
         """Return the first part of a row that has an answer: 0, or 1 of an undesirable answer without a pair."""
         bounds = self.chosen[1]
         return int(bounds[row + 1] - bounds[row] == self.prompts[row])
 
 
-def first_equal(shard: PairShard) -> int | None:
-    """Return the first row whose two answers are equal, None if there is none."""
-    lengths = [np.diff(bounds) for _, bounds in (shard.chosen, shard.rejected)]
-    for row in np.flatnonzero(lengths[0] == lengths[1]).tolist():
-        if np.array_equal(shard.sequence(row, 0), shard.sequence(row, 1)):
-            return row
-    return None
+def problem_of(shard: PairShard, manifest: Manifest) -> str:
+    """Return what is wrong with the lengths of a shard's rows and with their labels, "" if nothing is.
+
+    Args:
+        shard: the shard.
+        manifest: of its set.
+    """
+    chosen, rejected = shard.lengths
+    shortest, longest = np.minimum(chosen, rejected), np.maximum(chosen, rejected)
+    if shortest.min() < 0 or longest.max() > manifest.sequence_length:
+        return f"a sequence has {longest.max()} tokens, at most {manifest.sequence_length} are allowed"
+    if manifest.unpaired and np.any(shortest != shard.prompts):
+        return "a row of an unpaired set has two answers"
+    if shard.prompts.min() < 0 or np.any(shard.prompts >= (longest if manifest.unpaired else shortest)):
+        return "a prompt is not shorter than its sequence"
+    if shard.margins is not None and not np.isfinite(shard.margins).all():
+        return "a margin is not a number"
+    if shard.steps is not None and (np.any(np.diff(shard.steps[1]) != chosen - shard.prompts)
+                                    or not np.isin(shard.steps[0], (-1, 0, 1)).all()):
+        return "an answer has not one label, -1, 0 or 1, for each token"
+    return ""
+
+
+def equal_rows(shard: PairShard) -> list[int]:
+    """Return the rows whose two answers are equal."""
+    chosen, rejected = shard.lengths
+    return [row for row in np.flatnonzero(chosen == rejected).tolist()
+            if np.array_equal(shard.sequence(row, 0), shard.sequence(row, 1))]
 
 
 class PairSet(OpenedSet[PairShard]):
@@ -98,26 +130,16 @@ class PairSet(OpenedSet[PairShard]):
                 or batch.num_rows != info.rows or any(column.null_count for column in batch.columns):
             raise ShardError(f"the shard's columns or rows are not those of its manifest, which has {info.rows} rows",
                              where=where, fix=REBUILD)
-        shard = PairShard(batch.column("prompt_length").to_numpy(), _flat(batch.column("chosen")),
-                          _flat(batch.column("rejected")),
-                          batch.column("margin").to_numpy() if self.manifest.margins else None,
-                          _flat(batch.column("step_labels")) if self.manifest.step_labels else None)
-        lengths = [np.diff(bounds) for _, bounds in (shard.chosen, shard.rejected)]
-        unpaired = self.manifest.unpaired
-        if min(shard.prompts.min(), *(part.min() for part in lengths)) < 0 \
-                or np.any(shard.prompts >= (np.maximum if unpaired else np.minimum)(*lengths)) \
-                or (unpaired and np.any(shard.prompts != np.minimum(*lengths))) \
-                or max(part.max() for part in lengths) > self.manifest.sequence_length:
-            raise self._damaged(index, "a sequence is not longer than its prompt, or longer than sequence_length")
-        if shard.steps is not None and np.any(np.diff(shard.steps[1]) != lengths[0] - shard.prompts):
-            raise self._damaged(index, "an answer has not one label for each token")
-        if (row := first_equal(shard)) is not None:
-            raise ShardError(f"both answers of row {row} are equal, so it prefers neither", where=where,
+        shard = PairShard.of(batch, self.manifest)
+        if problem := problem_of(shard, self.manifest):
+            raise self._damaged(index, problem)
+        if rows := equal_rows(shard):
+            raise ShardError(f"both answers of row {rows[0]} are equal, so it prefers neither", where=where,
                              fix="leave such pairs out: `tidewheel data run` drops them")
         return shard
 
     def _lengths(self, shard: PairShard) -> np.ndarray:
-        return np.maximum(np.diff(shard.chosen[1]), np.diff(shard.rejected[1]))
+        return np.maximum(*shard.lengths)
 
     def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         manifest, count, length = self.manifest, len(shards), self.manifest.sequence_length
