@@ -59,6 +59,12 @@ def findall(pattern: str, text: str) -> list[Any]:
 def sub(pattern: str, replacement: str, text: str, count: int = 0) -> str:
     """Return `re.sub(pattern, replacement, text, count)`.
 
+    Args:
+        pattern: see `re.sub`, also for the other arguments.
+        replacement: text with references to groups.
+        text: to search.
+        count: most replacements; 0: all.
+
     Raises:
         ExpressionError: the expression or the replacement is not valid, or takes too much time or memory.
     """

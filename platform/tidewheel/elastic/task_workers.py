@@ -91,7 +91,13 @@ class TaskWorker:
         return {adapter: scorer.identity() for adapter, scorer in self._scorers.items()}
 
     def answer(self, index: int, adapter: str, unit: Unit) -> Published:
-        """Answer a unit of task `index` with an adapter, and publish it."""
+        """Answer a unit of a task, and publish it.
+
+        Args:
+            index: of the task.
+            adapter: that answers; "": none.
+            unit: of the task.
+        """
         return answer(self._tasks[index], self._items[index], self._scorers[adapter], self._output, unit,
                       chat=self._chat)
 
