@@ -47,7 +47,7 @@ class Oracle:
         """Return the results and samples of lm-evaluation-harness."""
         arguments = {"pretrained": str(self.model), "dtype": "float32"} if model == "hf" else {"run": self.run}
         if peft:
-            arguments["peft"] = peft
+            arguments["peft" if model == "hf" else "adapter"] = peft
         return lm_eval.simple_evaluate(model=model, model_args=arguments, tasks=tasks, task_manager=self.manager,
                                        log_samples=True, device="cpu", batch_size=8, bootstrap_iters=2, **settings)
 
@@ -122,7 +122,8 @@ def test_an_adapter_answers_as_in_the_harness(oracle: Oracle, capsys: pytest.Cap
     results = {name: evaluate(scorer.of(name), Options(tuple(files)), str(oracle.folder / "adapters"))
                for name in ("", "tuned")}
     assert [result.answered for result in results["tuned"]] == [len(ITEMS)] * 2  # answers of the base are not taken
-    compare(oracle.folder / "adapters", results["tuned"], oracle.theirs("hf", names, peft=adapter))
+    for model in MODELS:
+        compare(oracle.folder / "adapters", results["tuned"], oracle.theirs(model, names, peft=adapter))
     assert [result.figures for result in results[""]] != [result.figures for result in results["tuned"]]
     assert run_command(["evaluate", str(oracle.model), "--adapter", f"tuned={adapter}", "--tasks", *files,
                         "--output", f"{oracle.folder}/adapters", "--device", "cpu", "--json"]) == 0
