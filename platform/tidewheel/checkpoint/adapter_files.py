@@ -19,8 +19,9 @@ from tidewheel.models import huggingface
 from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting import merge, peft_files
 from tidewheel.models.family import Model
-from tidewheel.parts import as_json
+from tidewheel.parts import as_json, is_own
 from tidewheel.storage import Store
+from tidewheel.train import objectives
 
 logger = logging.getLogger(__name__)
 HEAD = "output.weight"
@@ -58,13 +59,14 @@ def _head(uri: str, checkpoints: Store, name: str, manifest: CheckpointManifest)
     if objective is None:
         return None
     run, _, _ = locate(uri)
-    settings = run.read_json("run.json")["config"]["objective"] if run.exists("run.json") else {}
-    if objective != "reward_model" or not settings:
-        raise ConfigError(f"the head of objective {objective} has no counterpart in transformers" if settings else
-                          "the kind of the head is not known without run.json", where=checkpoints.at(name),
-                          fix="give the run of an objective of kind reward_model")
+    settings = dict(run.read_json("run.json")["config"]["objective"]) if run.exists("run.json") else {}
+    kind = "" if not settings or is_own(objective) else objectives.KIND.build(settings.pop("kind"), settings).head_kind
+    if not kind:
+        raise ConfigError(f"the head of objective {objective} has no counterpart in transformers, or is not known "
+                          "without run.json", where=checkpoints.at(name),
+                          fix="give the run of a reward model, with its run.json")
     matrix = conversion.read_stored(checkpoints, name, manifest, [HEAD])[HEAD]
-    return settings.get("head", "outcome"), matrix
+    return kind, matrix
 
 
 def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:

@@ -148,6 +148,11 @@ class Objective(Part):
         return False
 
     @property
+    def head_kind(self) -> str:
+        """Kind of its head in transformers: "outcome", of sequences, or "process", of tokens; "": it has none there."""
+        return ""
+
+    @property
     def takes_steps(self) -> bool:
         """Whether it learns from labels of the steps of answers, `MicroBatch.step_labels`."""
         return False

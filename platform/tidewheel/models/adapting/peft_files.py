@@ -20,7 +20,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 HEADS = {"outcome": "SEQ_CLS", "process": "TOKEN_CLS"}
-"""`task_type` of a reward model's adapter, by `objective.head`."""
+"""`task_type` of an adapter with a head, by `Objective.head_kind`."""
 
 
 def write(folder: Store, config: Model, adapter: Adapter, values: Mapping[str, torch.Tensor], *, base: str = "",

@@ -47,6 +47,10 @@ class RewardModel(PairObjective):
         return self
 
     @property
+    def head_kind(self) -> str:
+        return self.head
+
+    @property
     def takes_steps(self) -> bool:
         return self.head == "process"
 
