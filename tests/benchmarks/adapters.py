@@ -21,6 +21,7 @@ from torch import nn
 from tidewheel import storage
 from tidewheel.console import print_table
 from tidewheel.models import families, huggingface
+from tidewheel.models.adapter import MARK, Adapter
 from tidewheel.models.adapting import merge, nf4, peft_files
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
@@ -112,9 +113,7 @@ def compare(kind: str, config: Any) -> Row:
         read = _share(again(input_ids=tokens).logits[:, -tokens.shape[1]:], ours_logits)
     merged = None
     if kind not in ("prefix tuning", "prompt tuning"):
-        merge.merge(model)
-        whole = theirs.merge_and_unload()
-        merged = _weights_differ(model, whole)
+        merged = _weights_differ(_merged(model, adapter, values), theirs.merge_and_unload())
     trainable = sum(value.numel() for value in values.values())
     return Row(kind, trainable, _share(ours_logits, their_logits), gradients, merged, read)
 
@@ -154,10 +153,17 @@ def _compare_pissa(theirs: Any) -> Row:
         peft_files.write(storage.store(folder), model.config, adapter, values)
         again = PeftModel.from_pretrained(models()[1], folder).eval()
         read = _share(again(input_ids=tokens).logits, ours_logits)
-    merge.merge(model)
-    merged = _weights_differ(model, theirs.merge_and_unload())
+    merged = _weights_differ(_merged(model, adapter, values), theirs.merge_and_unload())
     assert difference < START_TOLERANCE, f"the start differs by {difference:.1e}"
     return Row("PiSSA", trainable, _share(ours_logits, their_logits), gradients, merged, read)
+
+
+def _merged(model: Decoder, adapter: Adapter, values: dict[str, torch.Tensor]) -> Decoder:
+    """Return a decoder with an adapter in its matrices, given the decoder that the adapter is attached to."""
+    whole = Decoder(model.config, VOCABULARY)
+    weights = {name: parameter for name, parameter in model.named_parameters() if MARK not in name}
+    whole.load_state_dict(merge.merged(weights, adapter, values), strict=False)  # buffers are not adapted
+    return whole
 
 
 def models(**shape: Any) -> tuple[Decoder, nn.Module]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.small_ray import small_ray
-from tests.unit.inference.tasks.models import CHOICES, ITEMS, WRITTEN, write_model, write_task
+from tests.unit.inference.tasks.models import CHOICES, ITEMS, WRITTEN, write_adapter, write_model, write_task
 from tidewheel.data.stage import Published, Unit
 from tidewheel.elastic import task_workers
 from tidewheel.elastic.task_workers import Model, Resources, TaskWorker, evaluate_on_workers
@@ -19,36 +19,36 @@ from tidewheel.inference.scorer import open_scorer
 from tidewheel.inference.tasks import evaluation
 from tidewheel.inference.tasks.evaluation import Options, evaluate
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1200)]
 COUNT = 3 * evaluation.UNIT + 7
 
 
 class DiesOnce(TaskWorker):
     """A worker that is killed when it is to answer its first unit, unless another was killed before."""
 
-    def answer(self, index: int, unit: Unit) -> Published:
+    def answer(self, index: int, adapter: str, unit: Unit) -> Published:
         mark = Path(self._output).parent / "killed"
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().answer(index, unit)
+        return super().answer(index, adapter, unit)
 
 
 class HangsOnce(TaskWorker):
     """A worker whose process stops when it is to answer its first unit, unless another did before."""
 
-    def answer(self, index: int, unit: Unit) -> Published:
+    def answer(self, index: int, adapter: str, unit: Unit) -> Published:
         mark = Path(self._output).parent / "hung"
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super().answer(index, unit)
+        return super().answer(index, adapter, unit)
 
 
 class DiesAlways(TaskWorker):
-    def answer(self, index: int, unit: Unit) -> Published:
+    def answer(self, index: int, adapter: str, unit: Unit) -> Published:
         os.kill(os.getpid(), signal.SIGKILL)
-        return super().answer(index, unit)
+        return super().answer(index, adapter, unit)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,15 @@ def test_workers_give_the_answers_of_one_process(ray: None, tmp_path: Path, monk
     for workers, results in found.items():
         assert [result.figures for result in results] == [result.figures for result in expected], workers
     assert units(tmp_path / "plain") == units(tmp_path / "one") == units(tmp_path / "two") == units(tmp_path / "three")
+    monkeypatch.undo()
+    adapters = {"tuned": write_adapter(tmp_path / "adapter", tmp_path / "model")}
+    scorer = open_scorer(uri, device="cpu", adapters=adapters)
+    tuned = evaluate(scorer.of("tuned"), options, str(tmp_path / "tuned"))
+    both = evaluate_on_workers(Model(uri, {"device": "cpu", "adapters": adapters}), options, str(tmp_path / "plain"),
+                               Resources(2))
+    assert [(result.adapter, result.answered) for result in both] == [
+        ("", 0), ("", 0), ("tuned", COUNT), ("tuned", len(ITEMS))]
+    assert [result.figures for result in both] == [result.figures for result in [*expected, *tuned]]
     monkeypatch.setattr(task_workers, "TaskWorker", DiesAlways)
     again = evaluate_on_workers(model, options, str(tmp_path / "two"), Resources(1))
     assert [result.answered for result in again] == [0, 0]

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 # Rooms in the order in which data flows. A room imports only from itself and from earlier levels, also in functions.
 LEVELS = [
-    ("errors", "printable", "secret_patterns", "unauthenticated", "versions", "yaml_text", "daemon"), ("time_limit",),
+    ("errors", "printable", "secret_patterns", "unauthenticated", "versions", "yaml_text", "daemon", "expressions"),
+    ("time_limit",),
     ("disk_errors", "private_folders", "retry"), ("storage",),
     ("config", "conditional_create", "provenance"), ("parts",), ("stores",),
     ("jsonlog", "console", "placement", "autoscaler", "lease", "commit_protocol"),

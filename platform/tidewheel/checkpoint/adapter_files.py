@@ -1,8 +1,10 @@
-"""Adapters between runs and other formats: peft's files both ways, and a run merged into a whole model."""
+"""Adapters between runs and other formats: peft's files both ways, and runs merged into whole models and back."""
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,18 +12,28 @@ import torch
 from tidewheel import storage
 from tidewheel.checkpoint import conversion, tokenizer_files
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
-from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
-from tidewheel.errors import CheckpointError, ConfigError, StorageError
+from tidewheel.checkpoint.verify import check_files, locate
+from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models import huggingface
-from tidewheel.models.adapting import peft_files
-from tidewheel.parts import as_json
+from tidewheel.models.adapter import Adapter
+from tidewheel.models.adapting import merge, peft_files
+from tidewheel.models.family import Model
+from tidewheel.parts import as_json, is_own
 from tidewheel.storage import Store
+from tidewheel.train import objectives
 
+logger = logging.getLogger(__name__)
+HEAD = "output.weight"
+Weights = dict[str, torch.Tensor]
+TOLERANCE = 8.0
+"""Of a subtracted adapter, in units of the rounding of the matrices' dtype: 1e-6 of the largest value in fp32."""
 
 def export_adapter(uri: str, out: str, *, base: str = "") -> int:
     """Write the adapter of a run for the library peft; return the number of its parameters there.
+
+    That of a reward model has its head beside it: peft puts both on a model of sequence classification with one label
+    (head outcome) or of token classification (head process).
 
     Args:
         uri: a run (its newest complete checkpoint), or one checkpoint.
@@ -30,14 +42,31 @@ def export_adapter(uri: str, out: str, *, base: str = "") -> int:
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged.
-        ConfigError: the checkpoint holds a whole model, or peft has no such adapter.
+        ConfigError: the checkpoint holds a whole model, or peft has no such adapter or head.
     """
     checkpoints, name, manifest = _adapter_run(uri)
-    config, _ = conversion.model_of(manifest, checkpoints.at(name))
+    config, _ = conversion.model_of(manifest, checkpoints.at(name), any_head=True)
     values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
     target = storage.store(out)
     target.check()
-    return peft_files.write(target, config, adapter_of(manifest), values, base=base)
+    return peft_files.write(target, config, adapter_of(manifest), values, base=base,
+                            head=_head(uri, checkpoints, name, manifest))
+
+
+def _head(uri: str, checkpoints: Store, name: str, manifest: CheckpointManifest) -> tuple[str, torch.Tensor] | None:
+    """Return the kind and the matrix of a reward model's head, None of a decoder."""
+    objective = manifest.extra["identity"].get("head")
+    if objective is None:
+        return None
+    run, _, _ = locate(uri)
+    settings = dict(run.read_json("run.json")["config"]["objective"]) if run.exists("run.json") else {}
+    kind = "" if not settings or is_own(objective) else objectives.KIND.build(settings.pop("kind"), settings).head_kind
+    if not kind:
+        raise ConfigError(f"the head of objective {objective} has no counterpart in transformers, or is not known "
+                          "without run.json", where=checkpoints.at(name),
+                          fix="give the run of a reward model, with its run.json")
+    matrix = conversion.read_stored(checkpoints, name, manifest, [HEAD])[HEAD]
+    return kind, matrix
 
 
 def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
@@ -62,7 +91,9 @@ def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
     extra = {"identity": {"model": config.shape(), "adapter": as_json(adapter)},
              "base": {"from": checkpoints.at(name), "hash": manifest.model_hash, "vocabulary_size": rows},
              "imported": {"from": folder, "time": time.time()}}
-    _save(uri, values, extra)
+    target = storage.store(uri)
+    target.check()
+    conversion.save_weights(target, config, values, extra)
     return as_json(adapter)
 
 
@@ -91,14 +122,111 @@ def merge_run(uri: str, out: str, *, tokenizer: str = "", chat_template: str = "
     beside, reason = _tokenizer(uri, manifest, tokenizer, chat_template)
     names = list(huggingface.weight_shapes(config, rows))
     weights = conversion.read_weights(checkpoints, name, manifest, names)
-    _save(out, weights, {"identity": {"model": config.shape()},
-                         "merged": {"from": checkpoints.at(name), "time": time.time()}})
-    target = storage.store(out)
-    for file, content in beside.files.items():
-        target.write(file, content)
-    if beside.ends:
-        target.write_json(huggingface.GENERATION, {"eos_token_id": list(beside.ends)})
+    _save_whole(out, config, weights, {"merged": {"from": checkpoints.at(name), "time": time.time()}}, beside)
     return sum(weight.numel() for weight in weights.values()), reason
+
+
+@dataclass(frozen=True)
+class Unmerged:
+    """What `unmerge_run` has written.
+
+    Args:
+        parameters: their number.
+        base: URI of the base whose bits they are; "" if the adapter was subtracted.
+        difference: largest difference of the given matrices to the written ones with the adapter merged again, as a
+            share of the largest value of the matrix; 0 with `base`.
+        reason: why there is no tokenizer beside them; "" if there is one.
+    """
+
+    parameters: int
+    base: str
+    difference: float
+    reason: str
+
+
+def unmerge_run(uri: str, out: str, *, adapter: str = "", tokenizer: str = "", chat_template: str = "") -> Unmerged:
+    """Write a merged model without its adapter, as a checkpoint of step 0.
+
+    If the adapter's base can be read, and the model is the base with the adapter merged, bit for bit, the result has
+    the base's bits. Else the model was trained further or the base is lost, and the adapter is subtracted.
+
+    Args:
+        uri: the merged model: a run (its newest complete checkpoint), or one checkpoint.
+        out: the run to write.
+        adapter: the run that trained the adapter, or one of its checkpoints; default: as `merge_run` has recorded it.
+        tokenizer: see `merge_run`.
+        chat_template: see `merge_run`.
+
+    Raises:
+        CheckpointError: a checkpoint is missing or damaged, or the adapter has factors so near 0 that it cannot be
+            taken out.
+        ConfigError: the adapter is not known or not of this model, or cannot be subtracted.
+        StorageError: `out` cannot be written to.
+    """
+    _, merged_checkpoints, merged_name = locate(uri)
+    merged_manifest = read_manifest(merged_checkpoints, merged_name)
+    where = merged_checkpoints.at(merged_name)
+    source = adapter or str(merged_manifest.extra.get("merged", {}).get("from", ""))
+    if base_of(merged_manifest) is not None or not source:
+        what = ("does not say which adapter is merged into it" if not source else
+                "holds an adapter that is not merged")
+        raise ConfigError(f"this checkpoint {what}", where=where, fix="give a merged model, and the run that trained "
+                          "the adapter: --adapter RUN")
+    check_files(merged_checkpoints, merged_name, merged_manifest)
+    checkpoints, name, manifest = _adapter_run(source)
+    config, rows = conversion.model_of(merged_manifest, where)
+    if (config.shape(), rows) != _shape(manifest, checkpoints.at(name)):
+        raise ConfigError("the adapter is of a model of another shape", where=checkpoints.at(name),
+                          fix="give the run that trained the merged adapter: --adapter RUN")
+    beside, reason = _tokenizer(uri, merged_manifest, tokenizer, chat_template)
+    given = conversion.read_stored(merged_checkpoints, merged_name, merged_manifest,
+                                   list(huggingface.weight_shapes(config, rows)))
+    base, difference = base_of(manifest), 0.0
+    weights = _base_of_merged(given, checkpoints, name, manifest)
+    if weights is None:
+        base = None
+        values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
+        weights, difference = _subtracted(given, adapter_of(manifest), values, where)
+    origin = {"from": where, "adapter": checkpoints.at(name), "time": time.time()}
+    _save_whole(out, config, weights, {"unmerged": origin}, beside)
+    exact = "" if base is None else base.uri or "its initial values"
+    return Unmerged(sum(weight.numel() for weight in weights.values()), exact, difference, reason)
+
+
+def _shape(manifest: CheckpointManifest, where: str) -> tuple[dict[str, Any], int]:
+    config, rows = conversion.model_of(manifest, where)
+    return config.shape(), rows
+
+
+def _base_of_merged(given: Weights, checkpoints: Store, name: str, manifest: CheckpointManifest) -> Weights | None:
+    """Return the base of an adapter's checkpoint; None: it is lost, or makes other matrices than the given ones."""
+    base = base_of(manifest)
+    assert base is not None
+    config, _ = conversion.model_of(manifest, checkpoints.at(name))
+    try:
+        again = conversion.read_weights(checkpoints, name, manifest, list(given))
+        if not all(torch.equal(again[key], value) for key, value in given.items()):
+            logger.warning("the model is not its base with this adapter alone, so the adapter is subtracted")
+            return None
+        return base.read(config, {key: value.shape for key, value in given.items()}, conversion.read_stored)
+    except CheckpointError as error:
+        logger.warning("the base of the adapter cannot be read, so the adapter is subtracted: %s", error)
+        return None
+
+
+def _subtracted(given: Weights, adapter: Adapter, values: Weights, where: str) -> tuple[Weights, float]:
+    """Return the given matrices without an adapter, and `Unmerged.difference`."""
+    weights = merge.unmerged(given, adapter, values)
+    largest = 0.0
+    for key, again in merge.merged(weights, adapter, values).items():
+        scale = max(float(given[key].abs().max()), float(weights[key].abs().max()))
+        difference = float((again.float() - given[key].float()).abs().max()) / (scale or 1.0)
+        if not difference <= TOLERANCE * torch.finfo(given[key].dtype).eps:
+            raise CheckpointError(f"{key}: without the adapter and merged again, it differs by {difference:.1e} of its "
+                                  "largest value", where=where, fix="take the base's own checkpoint: factors near 0, "
+                                  "or another adapter than the merged one, cannot be taken out")
+        largest = max(largest, difference)
+    return weights, largest
 
 
 def _tokenizer(uri: str, manifest: CheckpointManifest, tokenizer: str,
@@ -128,24 +256,16 @@ def _adapter_run(uri: str) -> tuple[Store, str, CheckpointManifest]:
     if base_of(manifest) is None:
         raise ConfigError("this checkpoint holds a whole model, not an adapter", where=checkpoints.at(name),
                           fix="use `tidewheel checkpoint export` for whole models")
-    if problems := verify_files(checkpoints, name, manifest.files):
-        raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                              fix="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
+    check_files(checkpoints, name, manifest)
     return checkpoints, name, manifest
 
 
-def _save(uri: str, weights: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-    target = storage.store(uri)
+def _save_whole(out: str, config: Model, weights: Weights, extra: dict[str, Any],
+                beside: tokenizer_files.TokenizerFiles) -> None:
+    target = storage.store(out)
     target.check()
-    failures: list[str] = []
-
-    def on_event(kind: str, detail: dict[str, Any]) -> None:
-        if kind == "save_failed":
-            failures.append(str(detail["reason"]))
-
-    whole = {"step": 0, "position": 0, "tokens": 0, "loss": None, **extra}
-    CheckpointManager(target.child("checkpoints"), asynchronous=False, on_event=on_event).save(
-        0, {"model": weights}, whole)
-    if failures:
-        raise StorageError(failures[0], where=target.uri,
-                           fix="check that the folder can be written to, then give the command again")
+    conversion.save_weights(target, config, weights, extra)
+    for file, content in beside.files.items():
+        target.write(file, content)
+    if beside.ends:
+        target.write_json(huggingface.GENERATION, {"eos_token_id": list(beside.ends)})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
+from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.errors import CheckpointError
 from tidewheel.models import adapters
 from tidewheel.models.adapter import MARK, Adapter
@@ -56,8 +56,7 @@ class Base:
         if manifest.model_hash != self.hash:
             raise CheckpointError(f"this is not the base that the adapter was trained on: hash {manifest.model_hash}, "
                                   f"not {self.hash}", where=where, fix="restore the base's checkpoint from a copy")
-        if problems := verify_files(checkpoints, name, manifest.files):
-            raise CheckpointError("; ".join(problems)[:500], where=where, fix="restore the base's files from a copy")
+        check_files(checkpoints, name, manifest)
         return read(checkpoints, name, manifest, list(shapes))
 
     def fill(self, config: Model, tensors: Mapping[str, torch.Tensor], read: Read) -> None:

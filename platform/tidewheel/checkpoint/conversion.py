@@ -18,7 +18,7 @@ from tidewheel.checkpoint.dcp import Reader, load_planner
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.models import model_of as model_of
-from tidewheel.checkpoint.verify import locate, verify_files
+from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.errors import CheckpointError, ConfigError, StorageError
 from tidewheel.models import huggingface
 from tidewheel.models.adapting import merge
@@ -71,10 +71,7 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "",
     """
     run, checkpoints, name = locate(uri)
     manifest = read_manifest(checkpoints, name)
-    problems = verify_files(checkpoints, name, manifest.files)
-    if problems:
-        raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                              fix="`tidewheel checkpoint verify RUN` shows which are intact: export one of those")
+    check_files(checkpoints, name, manifest)
     config, vocabulary_size = model_of(manifest, checkpoints.at(name))
     beside = tokenizer_files.of_run(run, tokenizer, chat_template)
     config.hugging_face_names()  # refuses a family without names before anything is written
@@ -123,19 +120,19 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
         if name in ("embedding.weight", "output.weight"):
             value = huggingface.padded(value, padded_rows)
         weights[name] = value
-    save_weights(target, config, weights, source.uri)
+    save_weights(target, config, weights, {"imported": {"from": source.uri, "time": time.time()}})
     has_tokenizer = tokenizer_files.copy(source, target)
     return Converted(target.uri, _count(config, padded_rows), config, padded_rows, has_tokenizer, source.uri)
 
 
-def save_weights(target: Store, config: Model, weights: dict[str, torch.Tensor], source: str) -> None:
+def save_weights(target: Store, config: Model, weights: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
     """Write a checkpoint of step 0 that a run can start from.
 
     Args:
         target: the folder of a run.
         config: the model.
         weights: whole tensors by name.
-        source: URI of what they come from.
+        extra: what else the manifest says: where they come from; replaces `identity` if it has one.
 
     Raises:
         StorageError: `target` cannot be written to.
@@ -146,11 +143,9 @@ def save_weights(target: Store, config: Model, weights: dict[str, torch.Tensor],
         if kind == "save_failed":
             failures.append(str(detail["reason"]))
 
-    extra: dict[str, Any] = {
-        "step": 0, "position": 0, "tokens": 0, "loss": None, "identity": {"model": config.shape()},
-        "imported": {"from": source, "time": time.time()}}
+    manifest = {"step": 0, "position": 0, "tokens": 0, "loss": None, "identity": {"model": config.shape()}, **extra}
     CheckpointManager(target.child("checkpoints"), asynchronous=False, on_event=on_event).save(
-        0, {"model": weights}, extra)
+        0, {"model": weights}, manifest)
     if failures:
         raise StorageError(failures[0], where=target.uri,
                            fix="check that the folder can be written to, then give the command again")

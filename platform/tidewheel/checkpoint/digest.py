@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidewheel.checkpoint.manifest import CheckpointManifest, TensorEntry, read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
-from tidewheel.errors import CheckpointError
+from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.storage import Store
 
 
@@ -42,9 +41,7 @@ def digest(uri: str) -> Digest:
     """
     _, checkpoints, name = locate(uri)
     manifest = read_manifest(checkpoints, name)
-    if problems := verify_files(checkpoints, name, manifest.files):
-        raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                              fix="take another one: `tidewheel checkpoint verify RUN` shows which are intact")
+    check_files(checkpoints, name, manifest)
     groups = {group: hashlib.sha256() for group in sorted({path.partition("/")[0] for path in manifest.tensors})}
     everything = hashlib.sha256()
     for path, entry in sorted(manifest.tensors.items()):

@@ -6,6 +6,7 @@ model. If the weights of a token's experts add up to 1, the first logits are tho
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from tidewheel import storage
 from tidewheel.checkpoint import tokenizer_files
 from tidewheel.checkpoint.conversion import Converted, model_of, read_weights, save_weights
 from tidewheel.checkpoint.manifest import read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
-from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.checkpoint.verify import check_files, locate
+from tidewheel.errors import ConfigError
 from tidewheel.models import families, huggingface
 from tidewheel.models.family import Model
 from tidewheel.models.initial_values import init_parameter
@@ -47,9 +48,7 @@ def upcycle(uri: str, out: str, settings: Mapping[str, Any], *, noise: float = 0
     """
     run, checkpoints, name = locate(uri)
     manifest = read_manifest(checkpoints, name)
-    if problems := verify_files(checkpoints, name, manifest.files):
-        raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                              fix="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
+    check_files(checkpoints, name, manifest)
     dense, vocabulary_size = model_of(manifest, checkpoints.at(name))
     config = mixture_of(dense, settings)
     target = storage.store(out)
@@ -69,7 +68,7 @@ def upcycle(uri: str, out: str, settings: Mapping[str, Any], *, noise: float = 0
             weights[weight] = init_parameter(weight, shape, config, seed)
         else:  # the selection bias
             weights[weight] = torch.zeros(shape)
-    save_weights(target, config, weights, checkpoints.at(name))
+    save_weights(target, config, weights, {"imported": {"from": checkpoints.at(name), "time": time.time()}})
     has_tokenizer = tokenizer_files.copy(run, target)
     count = sum(shape.numel() for shape in huggingface.parameter_shapes(config, vocabulary_size).values())
     return Converted(target.uri, count, config, vocabulary_size, has_tokenizer, checkpoints.at(name))

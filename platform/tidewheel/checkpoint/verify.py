@@ -170,6 +170,23 @@ def verify_checkpoint(store: Store, name: str) -> list[str]:
     return verify_files(store, name, manifest.files)
 
 
+def check_files(store: Store, name: str, manifest: CheckpointManifest) -> None:
+    """Read all files of a checkpoint and compare hashes.
+
+    Args:
+        store: the `checkpoints` folder.
+        name: the checkpoint.
+        manifest: its manifest.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if problems := verify_files(store, name, manifest.files):
+        raise CheckpointError("; ".join(problems)[:500], where=store.at(name),
+                              fix="`tidewheel checkpoint verify RUN` shows which are intact: take one of those, or "
+                              "restore the files from a copy")
+
+
 def verify_files(store: Store, name: str, files: Iterable[Stamp]) -> list[str]:
     """Read files of a checkpoint and compare hashes; return a line for each problem.
 

@@ -1,4 +1,4 @@
-"""`tidewheel checkpoint`: list, verify, compare, export, import and upcycle."""
+"""`tidewheel checkpoint`: list, verify, compare, export, merge, unmerge, import and upcycle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from cyclopts import Parameter
 from tidewheel.commands.options import AsJson
 from tidewheel.console import print_table
 
-app = cyclopts.App(name="checkpoint", help="List, verify, compare, export, import and upcycle checkpoints.")
+app = cyclopts.App(name="checkpoint", help="List, verify, compare, export, merge, unmerge, import and upcycle "
+                                          "checkpoints.")
 
 
 @app.command(name="list")
@@ -120,6 +121,33 @@ def checkpoint_merge(
     return 0
 
 
+@app.command(name="unmerge")
+def checkpoint_unmerge(
+    source: Annotated[str, Parameter(help="URI of a merged model: what `checkpoint merge` wrote, or a run that was "
+                                          "trained from it.")],
+    out: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint of the model without the "
+                                       "adapter.")],
+    *,
+    adapter: Annotated[str, Parameter(help="URI of the run that trained the adapter, or of one of its checkpoints; "
+                                           "default: the one that `checkpoint merge` recorded.")] = "",
+    tokenizer: Annotated[str, Parameter(help="A tokenizer.json; default: that of the merged model.")] = "",
+    chat_template: Annotated[str, Parameter(help="A Jinja file; default: that of the merged model.")] = "",
+) -> int:
+    """Take an adapter out of the model that it was merged into.
+
+    If the base can be read and the model is the base with the adapter, the result has the base's bits. Otherwise the
+    adapter is subtracted: merged again, no value differs by more than 8 roundings (in fp32, 1e-6 of the largest).
+    """
+    from tidewheel.checkpoint.adapter_files import unmerge_run
+
+    done = unmerge_run(source, out, adapter=adapter, tokenizer=tokenizer, chat_template=chat_template)
+    how = (f"the bits of {done.base}" if done.base else
+           f"the adapter is subtracted (merged again, values differ by at most {done.difference:.1e} of the largest)")
+    beside = f"without a tokenizer ({done.reason}): give one with --tokenizer" if done.reason else "with its tokenizer"
+    print(f"{out}: {done.parameters:,} parameters, {how}, {beside}")
+    return 0
+
+
 @app.command(name="export-adapter")
 def checkpoint_export_adapter(
     source: Annotated[str, Parameter(help="URI of a run that trained an adapter, or of one of its checkpoints.")],
@@ -128,7 +156,10 @@ def checkpoint_export_adapter(
     base: Annotated[str, Parameter(help="Name or folder of the base in transformers' format, for the "
                                         "settings.")] = "",
 ) -> int:
-    """Write an adapter alone, as adapter_config.json and adapter_model.safetensors that peft loads."""
+    """Write an adapter alone, as adapter_config.json and adapter_model.safetensors that peft loads.
+
+    With the adapter of a reward model goes its head.
+    """
     from tidewheel.checkpoint.adapter_files import export_adapter
 
     print(f"{out}: {export_adapter(source, out, base=base):,} parameters of an adapter")

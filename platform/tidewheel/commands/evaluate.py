@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -21,6 +22,9 @@ def evaluate(
     source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
                                           "RUN/checkpoints/step_00000100; with --tasks also a Hugging Face folder.")],
     *,
+    adapter: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Adapter of this model as "
+                       "NAME=URI: a run, one of its checkpoints, or a folder that peft wrote; may be repeated. Scores "
+                       "are shown without and with each.")] = None,
     data: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Validation set: URI or "
                                                 "name=URI; may be repeated. Default: the run's own.")] = None,
     sequences: Annotated[int | None, Parameter(help="Number of sequences to read of each set; 0: all.")] = None,
@@ -54,6 +58,9 @@ def evaluate(
     On preference pairs, show the loss and the metrics of the run's objective. With --tasks, show the metrics of tasks
     with their standard errors; if the command is killed, give it again: it continues.
     """
+    from tidewheel.inference.adapters import named
+
+    adapters = named(adapter or ())
     if tasks:
         from tidewheel.inference.tasks.evaluation import Options
 
@@ -64,24 +71,39 @@ def evaluate(
             raise ConfigError("--workers, --limit and --gpus-per-worker are 0 or more, --cpus-per-worker above 0",
                               where="tidewheel evaluate", fix="correct the option")
         options = Options(tuple(tasks), num_fewshot, limit, fewshot_seed, chat)
-        settings = {"tokenizer": tokenizer, "chat_template": chat_template, "device": device, "precision": precision}
+        settings = {"tokenizer": tokenizer, "chat_template": chat_template, "device": device, "precision": precision,
+                    "adapters": adapters}
         return _tasks(source, options, settings, output, workers, (cpus_per_worker, gpus_per_worker), address, as_json)
     if chat or workers or num_fewshot is not None or limit or output:
         raise ConfigError("--chat, --workers, --num-fewshot, --limit and --output are of tasks",
                           where="tidewheel evaluate", fix="give task files: --tasks FILE")
+    if positions and adapters:
+        raise ConfigError("--positions is of the model alone", where="tidewheel evaluate",
+                          fix="leave --adapter out, or give the adapter's own run instead")
     from tidewheel.inference.evaluate import Evaluator
 
     evaluator = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device)
     if positions:
         return _by_position(evaluator, source, positions, as_json)
-    evaluation = evaluator.evaluate(source)
-    rows = [{"set": name or "validation", **score.shown()} for name, score in evaluation.scores.items()]
+    evaluations = (evaluator.evaluate_adapters(source, adapters) if adapters else
+                   {"": evaluator.evaluate(source)})
+    rows = {name: [{"set": data_set or "validation", **score.shown()} for data_set, score in scores.scores.items()]
+            for name, scores in evaluations.items()}
+    base = evaluations[""]
     if as_json:
-        print(json.dumps({"checkpoint": evaluation.checkpoint, "step": evaluation.step, "loss": evaluation.loss,
-                          "sets": rows}))
+        losses = {"loss": base.loss, "sets": rows.pop("")}
+        with_adapters = {name: {"loss": evaluations[name].loss, "sets": sets} for name, sets in rows.items()}
+        print(json.dumps({"checkpoint": base.checkpoint, "step": base.step, **losses,
+                          **({"adapters": with_adapters} if adapters else {})}))
     else:
-        print_table(rows, title=f"step {evaluation.step:,} of {evaluation.checkpoint}")
+        print_table([{**_column(name, adapters), **row} for name, sets in rows.items() for row in sets],
+                    title=f"step {base.step:,} of {base.checkpoint}")
     return 0
+
+
+def _column(adapter: str, adapters: Collection[str]) -> dict[str, str]:
+    """Return the column of a table that names what the figures of a row are of; none unless there are adapters."""
+    return {"adapter": adapter or "(none)"} if adapters else {}
 
 
 def _tasks(source: str, options: Options, settings: dict[str, Any], output: str, workers: int,
@@ -93,6 +115,7 @@ def _tasks(source: str, options: Options, settings: dict[str, Any], output: str,
     checkpoint = evaluated_checkpoint(source)
     target = output or place_of_results(source)
     about = {"checkpoint": checkpoint}
+    adapters: dict[str, str] = settings["adapters"]
     with bars() as group, group.bar("tasks", 1, unit="items") as bar:
         def progress(done: int, total: int) -> None:
             bar.update(done, total=total)
@@ -102,26 +125,35 @@ def _tasks(source: str, options: Options, settings: dict[str, Any], output: str,
             from tidewheel.elastic.task_workers import Model, Resources, evaluate_on_workers
             from tidewheel.storage import absolute
 
+            settings = {**settings, "adapters": {name: absolute(uri) for name, uri in adapters.items()}}
             with session(address):
                 results = evaluate_on_workers(Model(checkpoint, settings), options, absolute(target),
                                               Resources(workers, *per_worker), about=about, on_progress=progress)
         else:
-            results = evaluate_here(open_scorer(checkpoint, **settings), options, target, about=about,
-                                    on_progress=progress)
-    _print_tasks(results, checkpoint, as_json)
+            scorer = open_scorer(checkpoint, **settings)
+            results = [replace(result, adapter=name) for name in ("", *adapters)
+                       for result in evaluate_here(scorer.of(name), options, target, on_progress=progress,
+                                                   about={**about, "adapter": name})]
+    _print_tasks(results, checkpoint, adapters, as_json)
     return 0
 
 
-def _print_tasks(results: Sequence[TaskResult], checkpoint: str, as_json: bool) -> None:
+def _print_tasks(results: Sequence[TaskResult], checkpoint: str, adapters: Collection[str], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"checkpoint": checkpoint, "tasks": {
-            result.task: {"items": result.items, "answered": result.answered, "results": result.uri,
-                          **{figure.name: {"value": figure.value, "stderr": figure.stderr}
-                             for figure in result.figures}} for result in results}}, indent=2))
+        tasks: dict[str, dict[str, Any]] = {name: {} for name in ("", *adapters)}
+        for result in results:
+            figures = {figure.name: {"value": figure.value, "stderr": figure.stderr} for figure in result.figures}
+            tasks[result.adapter][result.task] = {"items": result.items, "answered": result.answered,
+                                                  "results": result.uri, **figures}
+        own = tasks.pop("")
+        print(json.dumps({"checkpoint": checkpoint, "tasks": own, **({"adapters": tasks} if adapters else {})},
+                         indent=2))
         return
-    print_table([row for result in results for row in result.rows()], title=f"Tasks, {checkpoint}")
+    print_table([{**_column(result.adapter, adapters), **row} for result in results for row in result.rows()],
+                title=f"Tasks, {checkpoint}")
     for result in results:
-        print(f"{result.task}: {result.answered:,} of {result.items:,} items answered now, answers and results in "
+        by = f" by {result.adapter or 'the model alone'}" if adapters else ""
+        print(f"{result.task}: {result.answered:,} of {result.items:,} items answered now{by}, answers and results in "
               f"{result.uri}")
 
 

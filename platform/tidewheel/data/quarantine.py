@@ -49,6 +49,7 @@ REASONS = {
     "no_assistant_turn": "the assistant says nothing, or another role speaks in the assistant's place",
     "no_preference": "the better and the worse answer are the same",
     "invalid_label": "the label of an answer is not true or false",
+    "invalid_steps": "an answer is no list of steps, or its labels are not true or false for each",
     "invalid_margin": "the margin of a pair is not a finite number",
     "duplicate_id": "another document has the same id and a different text",
 }

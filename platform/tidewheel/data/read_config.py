@@ -129,6 +129,11 @@ class ReadConfig(Config):
     label: str = ""
     """Preferences: field that says whether the single answer of a record, its `completion`, is desirable: true or
     false. Empty: records have two answers."""
+    step_labels: str = ""
+    """Preferences: field with a list that says of each step of the single answer of a record whether it is right: true
+    or false. The answer, `completion`, is then the list of the steps' texts. Empty: no labels of steps."""
+    step_separator: str = "\n"
+    """With step_labels: text between two steps."""
     priority: dict[str, int] = Field(default_factory=dict)
     """Priority of sources; others have 0. Of duplicates, the document whose source has the highest priority stays."""
     sample: float | None = Field(default=None, gt=0, le=1)
@@ -161,6 +166,9 @@ class ReadConfig(Config):
         if self.label and (self.kind != "preferences" or self.margin):
             raise ValueError("label: only records of kind preferences have one answer with a label, and those have no "
                              "margin; leave it out, or set kind: preferences without margin")
+        if self.step_labels and (self.kind != "preferences" or self.margin or self.label or not self.step_separator):
+            raise ValueError("step_labels: only records of kind preferences have steps with labels, and those have "
+                             "neither label nor margin, and a separator; leave it out, or set kind: preferences alone")
         if self.margin and self.kind != "preferences":
             raise ValueError(f"margin: records of kind {self.kind} have none; leave it out, or set kind: preferences")
         if self.kind != "documents" and isinstance(self.text, TextTemplate):

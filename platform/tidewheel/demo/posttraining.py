@@ -52,9 +52,11 @@ def post_train(base: TrainConfig, root: str, *, steps: int | None = None) -> Tun
         "checkpoint.every_steps=20"])
     pairs = _pipeline("preferences", raw, storage.join(folder, "pairs"), root)
     reference = _reference(sft.run_uri, pairs, storage.join(folder, "references"))
+    # without the cross-entropy, the margin of so few pairs grows until the better answers are not likely any more
     dpo = _train("jobs/configs/dpo.yaml", [
         *_data(pairs), *answers, f"run.uri={base.run.uri}", f"run.id={base.run.id}-dpo",
         f"model.init_from={sft.run_uri}", f"data.reference={reference}", f"steps={steps or DPO_STEPS}",
+        "objective.sft_weight=0.2",
         "schedule.warmup_steps=4", "batch.global_sequences=16", "batch.virtual_ranks=2", "batch.pad_to_multiple_of=16",
         "evaluation.every_steps=10", "checkpoint.every_steps=20", "elastic.max_workers=2"])
     return Tuned(sft.run_uri, dpo.run_uri)

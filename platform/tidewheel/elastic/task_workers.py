@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tidewheel.data.stage import Published, Unit
@@ -37,11 +37,16 @@ class Model:
 
     Args:
         uri: a run, a checkpoint, or a Hugging Face folder.
-        settings: arguments of `open_scorer`.
+        settings: arguments of `open_scorer`. With `adapters`, the model answers alone and with each of them.
     """
 
     uri: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of what answers: "", the model alone, and its adapters."""
+        return ("", *(self.settings.get("adapters") or ()))
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,24 @@ class TaskWorker:
 
         torch.set_num_threads(threads)
         self._tasks, self._chat, self._output = tasks, chat, output
-        self._scorer = open_scorer(model.uri, **model.settings)
-        self._items = [items_of(task, self._scorer, chat=chat) for task in tasks]
+        scorer = open_scorer(model.uri, **model.settings)
+        self._scorers = {adapter: scorer.of(adapter) for adapter in model.adapters}
+        self._items = [items_of(task, scorer, chat=chat) for task in tasks]
 
-    def identity(self) -> dict[str, Any]:
-        """Return the model's identity; see `Scorer`."""
-        return self._scorer.identity()
+    def identities(self) -> dict[str, dict[str, Any]]:
+        """Return the model's identity with each of its adapters; see `Scorer`."""
+        return {adapter: scorer.identity() for adapter, scorer in self._scorers.items()}
 
-    def answer(self, index: int, unit: Unit) -> Published:
-        """Answer a unit of task `index`, and publish it."""
-        return answer(self._tasks[index], self._items[index], self._scorer, self._output, unit, chat=self._chat)
+    def answer(self, index: int, adapter: str, unit: Unit) -> Published:
+        """Answer a unit of a task, and publish it.
+
+        Args:
+            index: of the task.
+            adapter: that answers; "": none.
+            unit: of the task.
+        """
+        return answer(self._tasks[index], self._items[index], self._scorers[adapter], self._output, unit,
+                      chat=self._chat)
 
 
 def evaluate_on_workers(model: Model, options: Options, output: str, resources: Resources, *,
@@ -94,10 +107,11 @@ def evaluate_on_workers(model: Model, options: Options, output: str, resources: 
                         on_progress: OnProgress = lambda done, total: None) -> list[TaskResult]:
     """Evaluate tasks on workers of the connected cluster. A worker that is lost is replaced.
 
-    The figures are those of `tasks.evaluation.evaluate`, for every number of workers.
+    The figures are those of `tasks.evaluation.evaluate`, for every number of workers. With adapters, the model's own
+    results come first, then those of each adapter.
 
     Args:
-        model: the model, under a URI that all nodes can read.
+        model: the model and its adapters, under URIs that all nodes can read.
         options: what to evaluate.
         output: folder that all nodes can write to.
         resources: what to reserve.
@@ -115,12 +129,14 @@ def evaluate_on_workers(model: Model, options: Options, output: str, resources: 
             task.items()  # refuses bad input before a worker starts
     pool = _Pool(model, tasks, options.chat, output, resources)
     try:
-        identity = pool.identity()
-        units = [units_of(task, identity, chat=options.chat) for task in tasks]
+        identities = pool.identities()
+        subjects = [(adapter, index) for adapter in model.adapters for index in range(len(tasks))]
+        units = [units_of(tasks[index], identities[adapter], chat=options.chat) for adapter, index in subjects]
         present, to_do = missing(output, (unit for own in units for unit in own))
         wanted = {unit.key for unit in to_do}
-        pending = [(index, unit) for index, own in enumerate(units) for unit in own if unit.key in wanted]
-        sizes = {unit.key: size_of(unit, task) for task, own in zip(tasks, units) for unit in own}
+        pending = [(index, adapter, unit) for (adapter, index), own in zip(subjects, units) for unit in own
+                   if unit.key in wanted]
+        sizes = {unit.key: size_of(unit, tasks[index]) for (_, index), own in zip(subjects, units) for unit in own}
         total = sum(sizes.values())
         done = total - sum(sizes[key] for key in wanted)
         on_progress(done, total)
@@ -130,8 +146,10 @@ def evaluate_on_workers(model: Model, options: Options, output: str, resources: 
             on_progress(done, total)
     finally:
         pool.close()
-    return [result_of(task, own, present, output, sum(sizes[unit.key] for unit in own if unit.key in wanted),
-                      {"chat": options.chat, **(about or {})}) for task, own in zip(tasks, units)]
+    return [replace(result_of(tasks[index], own, present, output,
+                              sum(sizes[unit.key] for unit in own if unit.key in wanted),
+                              {"chat": options.chat, "adapter": adapter, **(about or {})}), adapter=adapter)
+            for (adapter, index), own in zip(subjects, units)]
 
 
 @dataclass(frozen=True)
@@ -139,7 +157,7 @@ class _Lease:
     """A unit that a worker has, and the time at which it got it."""
 
     actor: Any
-    job: tuple[int, Unit]
+    job: tuple[int, str, Unit]
     since: float
 
 
@@ -159,24 +177,24 @@ class _Pool:
         remote: Any = ray.remote(TaskWorker)
         return remote.options(num_cpus=self._resources.cpus, num_gpus=self._resources.gpus).remote(*self._arguments)
 
-    def identity(self) -> dict[str, Any]:
-        """Return the model's identity, from the first worker that is ready."""
+    def identities(self) -> dict[str, dict[str, Any]]:
+        """Return `TaskWorker.identities` of the first worker that is ready."""
         import ray
 
         for _ in range(LOSSES):
             try:
-                value: dict[str, Any] = ray.get(self._actors[0].identity.remote())
+                value: dict[str, dict[str, Any]] = ray.get(self._actors[0].identities.remote())
                 return value
             except ray.exceptions.RayActorError as error:
                 _raise_cause(error)
                 self._actors[0] = self._start()
         raise self._lost()
 
-    def answers(self, pending: list[tuple[int, Unit]]) -> Any:
+    def answers(self, pending: list[tuple[int, str, Unit]]) -> Any:
         """Yield units as they are published.
 
         Args:
-            pending: (index of the task, unit).
+            pending: (index of the task, name of the adapter, unit).
         """
         waiting = list(reversed(pending))
         idle = list(self._actors)
@@ -192,7 +210,7 @@ class _Pool:
             published = _received(reference) if in_time else None
             if published is None:
                 losses += 1
-                logger.warning("the worker that had %s %s; another takes it over", lease.job[1].label,
+                logger.warning("the worker that had %s %s; another takes it over", lease.job[2].label,
                                "is lost" if in_time else f"has not answered for {LEASE_SECONDS:.0f} s")
                 if losses > LOSSES:
                     raise self._lost()

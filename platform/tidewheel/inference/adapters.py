@@ -10,8 +10,8 @@ from tidewheel import storage
 from tidewheel.checkpoint import conversion
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
-from tidewheel.errors import CheckpointError, ConfigError, InputError
+from tidewheel.checkpoint.verify import check_files, locate
+from tidewheel.errors import ConfigError, InputError
 from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting import peft_files
 from tidewheel.models.adapting.merge import Values
@@ -47,13 +47,13 @@ def named(given: Sequence[str]) -> dict[str, str]:
     return adapters
 
 
-def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest, config: Model,
+def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest | None, config: Model,
                   base: str) -> dict[str, tuple[Adapter, Values]]:
     """Return the settings and the parameters of adapters of one base, by name.
 
     Args:
         given: by name, the URI of a run, of one of its checkpoints, or of a folder that peft wrote.
-        manifest: of the base's checkpoint.
+        manifest: of the base's checkpoint; None: the base is a Hugging Face folder.
         config: of the base.
         base: its URI, for messages.
 
@@ -74,12 +74,15 @@ def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest, config
         if of is None:
             raise ConfigError("this checkpoint holds a whole model, not an adapter", where=where,
                               fix="give the run that trained the adapter, or a folder that peft wrote")
+        if manifest is None:
+            raise ConfigError(f"the adapter {name} was trained on a checkpoint, but {base} is a Hugging Face folder",
+                              where=where, fix="give the checkpoint that the run began with, or export the adapter: "
+                              "tidewheel checkpoint export-adapter RUN FOLDER")
         if of.hash != manifest.model_hash:
             raise ConfigError(f"the adapter {name} was trained on {of.uri or 'initial values'} (hash {of.hash}), but "
                               f"{base} has the hash {manifest.model_hash}", where=where,
                               fix=f"give its own base{f', {of.uri}' if of.uri else ''}")
-        if problems := verify_files(checkpoints, checkpoint, theirs.files):
-            raise CheckpointError("; ".join(problems)[:500], where=where, fix="restore the files from a copy")
+        check_files(checkpoints, checkpoint, theirs)
         adapters[name] = (adapter_of(theirs), adapter_values(checkpoints, checkpoint, theirs, conversion.read_stored))
     return adapters
 

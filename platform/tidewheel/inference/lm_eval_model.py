@@ -30,6 +30,7 @@ class TidewheelLM(LM):  # type: ignore[misc]
         run: its URI: `--model_args run=runs/demo`.
         tokenizer: see `Writer.open`, also for the chat template.
         chat_template: a Jinja file.
+        adapter: URI of an adapter of this model: a run, a checkpoint, or a folder that peft wrote.
         precision: fp32 or bf16.
         device: default: the first GPU if there is one, else the CPU.
         batch_size: not used: batches are cut by their number of tokens.
@@ -40,16 +41,19 @@ class TidewheelLM(LM):  # type: ignore[misc]
         ConfigError: there is no tokenizer.
     """
 
-    def __init__(self, run: str, tokenizer: str = "", chat_template: str = "", precision: str = "fp32",
-                 device: str | None = None, batch_size: Any = None, max_batch_size: Any = None) -> None:
+    def __init__(self, run: str, tokenizer: str = "", chat_template: str = "", adapter: str = "",
+                 precision: str = "fp32", device: str | None = None, batch_size: Any = None,
+                 max_batch_size: Any = None) -> None:
         super().__init__()
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"{precision!r} is no precision", where="--model_args precision",
                               fix="give fp32 or bf16")
         is_missing = (device or "").startswith("cuda") and not torch.cuda.is_available()  # the harness' own default
-        self._scorer: ModelScorer = open_scorer(
+        scorer = open_scorer(
             evaluated_checkpoint(run), tokenizer=tokenizer, chat_template=chat_template,
-            device="" if is_missing else device or "", precision=cast(Any, precision))
+            device="" if is_missing else device or "", precision=cast(Any, precision),
+            adapters={"adapter": adapter} if adapter else None)
+        self._scorer: ModelScorer = scorer.of("adapter" if adapter else "")
         self._is_chat = False
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from tidewheel.checkpoint.adapters import base_of
+from tidewheel.checkpoint.adapters import adapter_of, base_of
 from tidewheel.checkpoint.digest import digest
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate
@@ -16,6 +16,8 @@ from tidewheel.inference import batched, folder
 from tidewheel.inference.likelihood import Pair, batches_of, layout, rows_of, score
 from tidewheel.inference.tasks.requests import Answer, Generate, Likelihood, LogLikelihood, Request, Rolling, Scorer
 from tidewheel.inference.writer import Writer
+from tidewheel.models.adapting import peft_files
+from tidewheel.parts import as_json
 from tidewheel.storage import content_hash, join, store
 from tidewheel.train.precision import Precision, fp32_products, precision_context
 
@@ -119,14 +121,24 @@ class ModelScorer(Scorer):
         writer: the model, its tokenizer and its chat template.
         identity: what its weights are, JSON values.
         precision: type of the matrix products.
+        adapter: of the writer's adapters, the one that answers; "": none.
+        adapters: identity of each of the writer's adapters, by name.
     """
 
-    def __init__(self, writer: Writer, identity: dict[str, Any], *, precision: Precision = "fp32") -> None:
+    def __init__(self, writer: Writer, identity: dict[str, Any], *, precision: Precision = "fp32", adapter: str = "",
+                 adapters: Mapping[str, dict[str, Any]] | None = None) -> None:
         self.writer, self.texts = writer, Texts(writer)
         self._identity, self._precision, self.device = identity, precision, writer.device
+        self._adapter, self._adapters = adapter, dict(adapters or {})
+
+    def of(self, adapter: str) -> ModelScorer:
+        """Return the scorer of the same model with one of its adapters; "": with none."""
+        return ModelScorer(self.writer, self._identity, precision=self._precision, adapter=adapter,
+                           adapters=self._adapters)
 
     def identity(self) -> dict[str, Any]:
-        return {**self._identity, "context": self.writer.context, "precision": self._precision,
+        added = {"adapter": self._adapters[self._adapter]} if self._adapter else {}
+        return {**self._identity, **added, "context": self.writer.context, "precision": self._precision,
                 "device": self.device.type}
 
     def chat(self, messages: Sequence[dict[str, str]]) -> str:
@@ -155,11 +167,13 @@ class ModelScorer(Scorer):
             pairs += own
             owners += [index] * len(own)
             answers[index] = Likelihood(0.0, True)
-        for owner, likelihood in zip(owners, self.likelihoods(pairs)):
+        with self.writer.using(self._adapter):
+            likelihoods = self.likelihoods(pairs)
+            answers |= self._texts({index: cast(Generate, requests[index]) for index in written}, chat=chat)
+        for owner, likelihood in zip(owners, likelihoods):
             before = cast(Likelihood, answers[owner])
             answers[owner] = Likelihood(before.log_likelihood + likelihood.log_likelihood,
                                         before.greedy and likelihood.greedy, before.tokens + likelihood.tokens)
-        answers |= self._texts({index: cast(Generate, requests[index]) for index in written}, chat=chat)
         return [answers[index] for index in range(len(requests))]
 
     def likelihoods(self, pairs: Sequence[Pair]) -> list[Likelihood]:
@@ -186,23 +200,29 @@ class ModelScorer(Scorer):
 
 
 def identity_of(uri: str) -> dict[str, Any]:
-    """Return what a model's weights are: hashes of their content.
+    """Return what a model's or an adapter's weights are: hashes of their content.
 
     Args:
-        uri: a run, a checkpoint, or a Hugging Face folder.
+        uri: a run, a checkpoint, a Hugging Face folder, or a folder with an adapter of peft.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged.
     """
     if folder.is_folder(uri):
         return {"weights": folder.fingerprint(store(uri))}
+    if store(uri).exists(peft_files.CONFIG):
+        return {"weights": peft_files.fingerprint(store(uri))}
     _, checkpoints, name = locate(uri)
-    base = base_of(read_manifest(checkpoints, name))
-    return {"weights": digest(checkpoints.at(name)).groups["model"], **({"base": base.hash} if base else {})}
+    manifest = read_manifest(checkpoints, name)
+    identity: dict[str, Any] = {"weights": digest(checkpoints.at(name)).groups["model"]}
+    if (base := base_of(manifest)) is not None:
+        settings = {key: value for key, value in as_json(adapter_of(manifest)).items() if key != "init_from"}
+        identity |= {"base": base.hash, "settings": settings}
+    return identity
 
 
 def open_scorer(uri: str, *, tokenizer: str = "", chat_template: str = "", device: str = "",
-                precision: Precision = "fp32") -> ModelScorer:
+                precision: Precision = "fp32", adapters: Mapping[str, str] | None = None) -> ModelScorer:
     """Open a model to answer the requests of tasks.
 
     Args:
@@ -211,16 +231,18 @@ def open_scorer(uri: str, *, tokenizer: str = "", chat_template: str = "", devic
         chat_template: a Jinja file.
         device: default: the first GPU if there is one, else the CPU.
         precision: type of the matrix products.
+        adapters: of this model; see `ModelScorer.of`.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged.
-        ConfigError: there is no tokenizer.
+        ConfigError: there is no tokenizer, or an adapter is of another base.
     """
-    writer = Writer.open(uri, tokenizer=tokenizer, chat_template=chat_template, device=device)
+    writer = Writer.open(uri, tokenizer=tokenizer, chat_template=chat_template, device=device, adapters=adapters)
     template = "" if writer.template is None else writer.template.source
     identity = {**identity_of(uri), "tokenizer": content_hash(writer.tokenizer.data),
                 "template": content_hash(template.encode())}
-    return ModelScorer(writer, identity, precision=precision)
+    return ModelScorer(writer, identity, precision=precision,
+                       adapters={name: identity_of(adapter) for name, adapter in (adapters or {}).items()})
 
 
 def evaluated_checkpoint(uri: str) -> str:

@@ -14,9 +14,9 @@ from tidewheel import storage
 from tidewheel.checkpoint import conversion, tokenizer_files
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of, read_base
 from tidewheel.checkpoint.manifest import read_manifest
-from tidewheel.checkpoint.verify import locate, verify_files
+from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.data.tokenize.chat_template import ChatTemplate
-from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.errors import ConfigError
 from tidewheel.inference import folder
 from tidewheel.inference.adapters import read_adapters
 from tidewheel.inference.generate import generate
@@ -70,15 +70,10 @@ class Writer:
                 is of another base.
         """
         if folder.is_folder(uri):
-            if adapters:
-                raise ConfigError("adapters are put on the checkpoint of a run, this is a folder of Hugging Face's",
-                                  where=uri, fix="import it: tidewheel checkpoint import FOLDER --output RUN")
-            return cls._of_folder(storage.store(uri), tokenizer, chat_template, device)
+            return cls._of_folder(storage.store(uri), tokenizer, chat_template, device, adapters or {})
         run, checkpoints, name = locate(uri)
         manifest = read_manifest(checkpoints, name)
-        if problems := verify_files(checkpoints, name, manifest.files):
-            raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                                  fix="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
+        check_files(checkpoints, name, manifest)
         config, vocabulary_size = conversion.model_of(manifest, checkpoints.at(name))
         encoder, context = _tokenizer(run, tokenizer)
         if encoder.vocabulary_size > vocabulary_size:
@@ -109,7 +104,8 @@ class Writer:
         return rows(self.model, [adapter])
 
     @classmethod
-    def _of_folder(cls, place: storage.Store, tokenizer: str, chat_template: str, device: str) -> Writer:
+    def _of_folder(cls, place: storage.Store, tokenizer: str, chat_template: str, device: str,
+                   adapters: Mapping[str, str]) -> Writer:
         model = folder.read_model(place)
         encoder = _tokenizer(place, tokenizer)[0] if tokenizer else folder.read_encoder(place)
         if encoder.vocabulary_size > model.vocabulary_size:
@@ -117,7 +113,10 @@ class Writer:
                               where=tokenizer or place.uri, fix="give the tokenizer that the model was trained with")
         source = tokenizer_files.template_of_run(place, chat_template)
         template = ChatTemplate(source, tuple(encoder.special)) if source else None
-        return cls(place.uri, model.to(local_device(device)), encoder, model.config.max_sequence_length, template)
+        if adapters:
+            add_several(model, read_adapters(adapters, None, model.config, place.uri))
+        return cls(place.uri, model.to(local_device(device)), encoder, model.config.max_sequence_length, template,
+                   tuple(adapters))
 
     @cached_property
     def ends(self) -> frozenset[int]:

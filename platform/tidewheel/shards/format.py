@@ -50,7 +50,7 @@ def shard_schema(sequence_length: int, token_dtype: str, loss_mask: bool = False
     return pa.schema(fields)
 
 
-def preference_schema(token_dtype: str, margins: bool = False) -> pa.Schema:
+def preference_schema(token_dtype: str, margins: bool = False, steps: bool = False) -> pa.Schema:
     """Return the schema of a shard of a preference set, whose rows are pairs.
 
     The columns are:
@@ -59,10 +59,13 @@ def preference_schema(token_dtype: str, margins: bool = False) -> pa.Schema:
     - chosen, rejected: list<token_dtype>, the whole conversation with the better and the worse answer. Each is longer
       than the prompt and has at most the set's sequence_length tokens. In an unpaired set one of them is the prompt.
     - margin, optional: float32, by how much the chosen answer is better.
+    - step_labels, optional: list<int8>, for each token of the chosen answer 1 if it ends a right step, 0 if it ends a
+      wrong one, else -1.
 
     Args:
         token_dtype: "uint16" or "uint32".
         margins: include the column margin.
+        steps: include the column step_labels.
 
     Raises:
         ValueError: `token_dtype` is neither "uint16" nor "uint32".
@@ -70,7 +73,11 @@ def preference_schema(token_dtype: str, margins: bool = False) -> pa.Schema:
     tokens = pa.list_(token_type(token_dtype))
     fields = [pa.field("document_id", pa.string()), pa.field("prompt_length", pa.int32()), pa.field("chosen", tokens),
               pa.field("rejected", tokens)]
-    return pa.schema([*fields, pa.field("margin", pa.float32())] if margins else fields)
+    if margins:
+        fields.append(pa.field("margin", pa.float32()))
+    if steps:
+        fields.append(pa.field("step_labels", pa.list_(pa.int8())))
+    return pa.schema(fields)
 
 
 def rollout_schema(token_dtype: str) -> pa.Schema:
@@ -191,7 +198,8 @@ def _canonical(table: pa.Table) -> pa.Table:
 def _schema_of(table: pa.Table) -> pa.Schema:
     """Return the schema of a shard with these columns."""
     if "chosen" in table.column_names and pa.types.is_list(table.schema.field("chosen").type):
-        return preference_schema(str(table.schema.field("chosen").type.value_type), "margin" in table.column_names)
+        return preference_schema(str(table.schema.field("chosen").type.value_type), "margin" in table.column_names,
+                                 "step_labels" in table.column_names)
     if "prompt_id" in table.column_names and "tokens" in table.column_names \
             and pa.types.is_list(table.schema.field("tokens").type):
         return rollout_schema(str(table.schema.field("tokens").type.value_type))

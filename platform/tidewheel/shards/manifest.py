@@ -79,6 +79,8 @@ class Manifest:
     """Whether pairs have the column margin."""
     unpaired: bool = False
     """Whether a row of a preference set has one answer: the other sequence is the prompt alone."""
+    step_labels: bool = False
+    """Whether a row of an unpaired set has labels of the steps of its answer."""
     chat_template: str = ""
     """Template of conversations and pairs, as JSON text of `data.tokenize.chat.read_template`; "" for plain text. It is
     not part of the set's identity, because the tokens follow from it."""
@@ -136,7 +138,8 @@ class Manifest:
         """Return the JSON values of all fields."""
         values = asdict(self)
         del values["to_come"]
-        for name in ("waves", "recipe", "chat_template", "margins", "unpaired"):  # omitted when empty, as before
+        # omitted when empty, as before
+        for name in ("waves", "recipe", "chat_template", "margins", "unpaired", "step_labels"):
             if not values[name]:
                 del values[name]
         values["shards"] = list(values["shards"])
@@ -214,7 +217,8 @@ def parse_manifest(values: Any, where: str) -> Manifest:
         recipe=fields.group("recipe").values if "recipe" in fields.values else {},
         chat_template=fields.text("chat_template") if "chat_template" in fields.values else "",
         margins=fields.one_of("margins", (False, True)) if "margins" in fields.values else False,
-        unpaired=fields.one_of("unpaired", (False, True)) if "unpaired" in fields.values else False)
+        unpaired=fields.one_of("unpaired", (False, True)) if "unpaired" in fields.values else False,
+        step_labels=fields.one_of("step_labels", (False, True)) if "step_labels" in fields.values else False)
 
 
 def parse_shards(fields: Fields, room: int) -> tuple[ShardInfo, ...]:

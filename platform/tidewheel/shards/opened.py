@@ -78,6 +78,9 @@ class Rows:
     """[B, L] fp32: the same under a reference model; None: the set has none."""
     advantages: np.ndarray | None = None
     """[B] fp32, of rollouts."""
+    step_labels: np.ndarray | None = None
+    """[B, L] int8: 1 at the end of a right step of an answer, 0 at that of a wrong one, else -1; None: the set has
+    none."""
 
     @property
     def answers(self) -> int:
@@ -95,7 +98,8 @@ class Rows:
                     chosen(self.positions), self.ids, None if self.loss_mask is None else chosen(self.loss_mask),
                     segment_ids.shape[1] // self.width,
                     None if self.reference is None else self.reference[:, parts], margins=self.margins,
-                    desirable=self.desirable)
+                    desirable=self.desirable,
+                    step_labels=None if self.step_labels is None else chosen(self.step_labels))
 
     @property
     def width(self) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from tidewheel import storage
 from tidewheel.errors import ShardError
 from tidewheel.shards.format import preference_schema, stored_batch
 from tidewheel.shards.manifest import PREFERENCES, REBUILD, Manifest, ShardInfo, read_manifest
+from tidewheel.shards.pairs import PairShard, equal_rows, problem_of
 
 __all__ = ["check_shard", "preference_schema", "read_pairs", "row_of"]
 
@@ -45,7 +45,8 @@ def read_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) ->
     """
     where = set_store.at(info.name)
     batch = stored_batch(set_store, info)
-    if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype, manifest.margins)):
+    if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype, manifest.margins,
+                                                                  manifest.step_labels)):
         raise ShardError("the shard's columns are not those of its manifest", where=where, fix=REBUILD)
     return batch
 
@@ -66,35 +67,23 @@ def check_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -
     except ValueError as error:  # pyarrow's ArrowInvalid
         return [f"not a valid Arrow table ({str(error).splitlines()[0]})"]
     problems = []
-    lengths = [pc.list_value_length(batch.column(name)).to_numpy() for name in ("chosen", "rejected")]
+    shard = PairShard.of(batch, manifest)
     if batch.num_rows != info.rows:
         problems.append(f"{batch.num_rows} rows, the manifest says {info.rows}")
-    tokens = int(sum(column.sum(dtype=np.int64) for column in lengths))
+    tokens = int(sum(column.sum(dtype=np.int64) for column in shard.lengths))
     if tokens != info.tokens:
         problems.append(f"{tokens} tokens, the manifest says {info.tokens}")
-    longest = int(np.maximum(*lengths).max())
-    shortest = (np.maximum if manifest.unpaired else np.minimum)(*lengths)
-    if longest > manifest.sequence_length:
-        problems.append(f"a sequence has {longest} tokens, at most {manifest.sequence_length} are allowed")
-    if manifest.margins and not np.isfinite(batch.column("margin").to_numpy()).all():
-        problems.append("a margin is not a number")
-    prompts = batch.column("prompt_length").to_numpy()
-    if manifest.unpaired and np.any(np.minimum(*lengths) != prompts):
-        return [*problems, "a row of an unpaired set has two answers"]
-    if prompts.min() < 0 or np.any(prompts >= shortest):
-        return [*problems, "a prompt is not shorter than its sequence"]
-    flat = [batch.column(name).values.to_numpy() for name in ("chosen", "rejected")]
+    if problem := problem_of(shard, manifest):
+        return [*problems, problem]
+    flat, bounds = zip(shard.chosen, shard.rejected)
     if max(int(column.max(initial=0)) for column in flat) >= manifest.vocabulary_size:
         problems.append(f"a token is outside the vocabulary of {manifest.vocabulary_size}")
-    owners = np.repeat(np.arange(len(prompts)), prompts)  # the pair of each prompt token
-    inside = np.arange(len(owners)) - np.repeat(np.cumsum(prompts) - prompts, prompts)
-    tokens_at = [batch.column(name).offsets.to_numpy()[:-1][owners] + inside for name in ("chosen", "rejected")]
-    if np.any(flat[0][tokens_at[0]] != flat[1][tokens_at[1]]):
+    owners = np.repeat(np.arange(len(shard.prompts)), shard.prompts)  # the pair of each prompt token
+    inside = np.arange(len(owners)) - np.repeat(np.cumsum(shard.prompts) - shard.prompts, shard.prompts)
+    chosen, rejected = (column[starts[:-1][owners] + inside] for column, starts in zip(flat, bounds))
+    if np.any(chosen != rejected):
         problems.append("two sequences of a pair begin with different prompts")
-    for row in np.flatnonzero(lengths[0] == lengths[1]).tolist():
-        if batch.column("chosen")[row] == batch.column("rejected")[row]:
-            problems.append(f"both answers of row {row} are equal")
-    return problems
+    return problems + [f"both answers of row {row} are equal" for row in equal_rows(shard)]
 
 
 def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | None = None) -> dict[str, Any]:
@@ -114,4 +103,5 @@ def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | 
     return {"row": row, "id": f"{info.name}:{inside}", "document": values["document_id"],
             "prompt_length": values["prompt_length"], "chosen_length": len(values["chosen"]),
             "rejected_length": len(values["rejected"]), **({"margin": values["margin"]} if manifest.margins else {}),
+            **({"step_labels": values["step_labels"]} if manifest.step_labels else {}),
             "chosen": values["chosen"][:shown], "rejected": values["rejected"][:shown]}

@@ -27,7 +27,8 @@ from tidewheel.shards.waves import WaveOrder
 
 LOCATED_AHEAD = 1024
 """Number of positions that a reader locates at once."""
-AGREE = ("kind", "sequence_length", "token_dtype", "vocabulary_size", "loss_mask", "margins", "unpaired")
+AGREE = ("kind", "sequence_length", "token_dtype", "vocabulary_size", "loss_mask", "margins", "unpaired",
+         "step_labels")
 """Fields of the manifest that all domains must share, besides the tokenizer."""
 
 
@@ -383,4 +384,5 @@ def _merged(parts: Sequence[Rows], order: np.ndarray) -> Rows:
     return Rows(joined("tokens"), joined("lengths"), joined("segment_ids"), joined("positions"),
                 [ids[index] for index in order.tolist()], joined_if_read("loss_mask"), parts[0].parts,
                 joined_if_read("reference"), teacher, joined_if_read("margins"), joined_if_read("desirable"),
-                joined_if_read("sampled"), joined_if_read("referred"), joined_if_read("advantages"))
+                joined_if_read("sampled"), joined_if_read("referred"), joined_if_read("advantages"),
+                joined_if_read("step_labels"))

@@ -200,6 +200,7 @@ def joint_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
     if rows.loss_mask is not None:  # a target counts when the token to predict is marked
         marked = torch.from_numpy(split(rows.loss_mask).astype(bool))
         targets[:, :-1] = torch.where(marked[:, 1:], targets[:, :-1], IGNORED)
+    steps = None if rows.step_labels is None else split(rows.step_labels)
     reference = None if rows.reference is None else torch.from_numpy(rows.reference[part]).to(device)
     teacher = None
     if rows.teacher is not None:
@@ -213,7 +214,8 @@ def joint_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
         reference=reference, teacher=teacher,
         margins=None if rows.margins is None else torch.from_numpy(rows.margins[part]).to(device),
         desirable=None if rows.desirable is None else torch.from_numpy(rows.desirable[part]).to(device),
-        rollouts=_rollout_columns(rows, part, device))
+        rollouts=_rollout_columns(rows, part, device), num_steps=int((steps >= 0).sum()) if steps is not None else 0,
+        step_labels=None if steps is None else torch.from_numpy(steps).to(device))
 
 
 def _rollout_columns(rows: Rows, part: slice, device: torch.device) -> RolloutColumns | None:

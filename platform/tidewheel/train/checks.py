@@ -204,7 +204,7 @@ def _validation(uri: str, manifest: Manifest) -> Manifest:
     if validation.kind != manifest.kind:
         raise ShardError(f"a set of {validation.kind}, but the training set is of {manifest.kind}", where=uri,
                          fix="take both sets from the same pipeline output")
-    for name in ("sequence_length", "vocabulary_size", "unpaired"):
+    for name in ("sequence_length", "vocabulary_size", "unpaired", "step_labels"):
         ours, theirs = getattr(manifest, name), getattr(validation, name)
         if ours != theirs:
             raise ShardError(f"{name} is {theirs}, but {ours} in the training set", where=uri,
@@ -237,7 +237,13 @@ def files(config: TrainConfig, source: Source, validation: Mapping[str, Manifest
     manifests |= {uri: validation[name] for name, uri in config.data.validation_sets.items()}
     for uri, manifest in manifests.items():
         if manifest.kind == PREFERENCES and sum(shard.bytes for shard in manifest.shards) <= HASH_AT_START_BYTES:
-            check_answers(uri, manifest)
+            ends = check_answers(uri, manifest)
+            wanted = getattr(config.objective, "step_token", None)
+            if ends and wanted is not None and ends != {wanted}:
+                raise ConfigError(f"steps of the set end in the tokens {sorted(ends)[:8]}, not all in step_token "
+                                  f"{wanted}, so rewards of answers without labels would be read elsewhere", where=uri,
+                                  fix="set objective.step_token, and a read.step_separator that is one token in every "
+                                      "place")
 
 
 def fits(config: TrainConfig, manifest: Manifest) -> None:
@@ -256,7 +262,11 @@ def fits(config: TrainConfig, manifest: Manifest) -> None:
         raise ShardError(f"a set whose rows are {ROWS[manifest.kind]}, but objective.kind "
                          f"{name_of(type(config.objective))} learns from {ROWS[config.objective.READS]}",
                          where=config.data.location, fix=f"choose objective.kind {fitting}, or give another set")
-    if manifest.unpaired and not config.objective.TAKES_UNPAIRED:
+    if manifest.step_labels and not config.objective.takes_steps:
+        raise ShardError("a set whose answers have labels of their steps, from which only a reward model with a "
+                         "process head learns", where=config.data.location,
+                         fix="set objective: {kind: reward_model, head: process, step_token: ID}, or give another set")
+    if manifest.unpaired and not (config.objective.TAKES_UNPAIRED or manifest.step_labels):
         raise ShardError(f"a set whose rows have one answer and a label, but objective.kind "
                          f"{name_of(type(config.objective))} learns from pairs", where=config.data.location,
                          fix=f"choose objective.kind {objectives.where(lambda part: part.TAKES_UNPAIRED)}, or give a "

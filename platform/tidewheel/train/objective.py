@@ -148,6 +148,16 @@ class Objective(Part):
         return False
 
     @property
+    def head_kind(self) -> str:
+        """Kind of its head in transformers: "outcome", of sequences, or "process", of tokens; "": it has none there."""
+        return ""
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether it learns from labels of the steps of answers, `MicroBatch.step_labels`."""
+        return False
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it needs log-probabilities under a reference model, `data.reference`."""
         return False

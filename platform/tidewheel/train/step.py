@@ -82,6 +82,11 @@ class MicroBatch:
     """What a teacher says of the rows: its most likely tokens (`shards.teachers`), or its outputs."""
     rollouts: RolloutColumns | None = None
     """Of a set of rollouts."""
+    step_labels: torch.Tensor | None = None
+    """[B, L] int8: 1 at the end of a right step of an answer, 0 at that of a wrong one, else -1; None: the set has
+    none."""
+    num_steps: int = 0
+    """Steps with a label."""
 
 
 @dataclass(frozen=True)

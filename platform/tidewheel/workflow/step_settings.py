@@ -60,6 +60,8 @@ class ReadSettings(TypedDict, total=False):
     chosen: str
     label: str
     margin: str
+    step_labels: str
+    step_separator: str
     rejected: str
     priority: Mapping[str, int]
     sample: float | None

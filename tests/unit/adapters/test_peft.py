@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.benchmarks.adapters import compare, models, nf4_rows, peft_kinds
 from tests.every import every
-from tidewheel import storage
+from tidewheel import expressions, storage
 from tidewheel.errors import ConfigError
 from tidewheel.models import adapters, families
 from tidewheel.models.adapter import Adapter
@@ -57,24 +57,34 @@ def trained(model: Decoder, kind: str, seed: int, **settings: object) -> tuple[A
 @every((("lora", {"rank": 4}), ("lora", {"rank": 4, "start": "pissa", "targets": ["ffn", "embedding"]}), ("ia3", {})))
 def test_an_adapter_is_merged_and_taken_out_again(case: tuple[str, dict[str, object]]):
     kind, settings = case
-    model, _ = models()
+    model, _ = models(kind="qwen2")
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            nn.init.normal_(parameter)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adapter, values = trained(model, kind, 1, **settings)
     values = {name: value * 0.1 if kind == "lora" else value for name, value in values.items()}
     merge.add(model, adapter, values)
     expected = model(TOKENS, POSITIONS, SEGMENTS)
-    merge.merge(model)
-    assert model(TOKENS, POSITIONS, SEGMENTS).sub(expected).abs().max() < 1e-5 * expected.abs().max()
-    merge.unmerge(model, adapter, values)
+    weights = merge.merged(before, adapter, values)
+    whole, _ = models(kind="qwen2")
+    whole.load_state_dict(weights)
+    assert whole(TOKENS, POSITIONS, SEGMENTS).sub(expected).abs().max() < 1e-5 * expected.abs().max()
+    after = merge.unmerged(weights, adapter, values)
+    assert after.keys() == before.keys()
     for name, value in before.items():
-        assert torch.allclose(model.get_parameter(name), value, atol=1e-6), name
+        assert torch.allclose(after[name], value, atol=1e-6), name
+    changed = {name.rpartition(".")[2] for name, value in before.items() if not torch.equal(weights[name], value)}
+    assert changed == ({"weight", "bias"} if kind == "ia3" else {"weight"})
 
 
-def test_dora_cannot_be_taken_out():
+@every((("dora", {}, "the adapter dora"), ("lora", {"base": "nf4"}, "a base in 4 bits")))
+def test_what_cannot_be_taken_out_is_refused(case: tuple[str, dict[str, object], str]):
+    kind, settings, message = case
     model, _ = models()
-    adapter, values = trained(model, "dora", 1)
-    with pytest.raises(ConfigError, match="cannot be computed from the merged matrix"):
-        merge.unmerge(model, adapter, values)
+    adapter, values = trained(model, kind, 1, **settings)
+    with pytest.raises(ConfigError, match=f"the base of {message} cannot be computed from the merged matrix"):
+        merge.unmerged(dict(model.named_parameters()), adapter, values)
 
 
 def test_each_row_is_computed_with_its_own_adapter():
@@ -129,7 +139,7 @@ def test_a_base_that_cannot_be_quantised_is_refused():
         attach.attach(model, adapter)
 
 
-def test_files_of_another_model_or_kind_are_refused(tmp_path):
+def test_files_of_another_model_or_kind_are_refused(tmp_path, monkeypatch):
     model, _ = models()
     adapter, values = trained(model, "lora", 1, targets=["wq"])
     folder = storage.store(str(tmp_path))
@@ -137,7 +147,14 @@ def test_files_of_another_model_or_kind_are_refused(tmp_path):
     smaller = families.KIND.build("llama", {**model.config.settings(), "num_layers": 1})
     with pytest.raises(ConfigError, match="belongs to no layer of this model"):
         peft_files.read(folder, smaller)
-    folder.write_json(peft_files.CONFIG, {**folder.read_json(peft_files.CONFIG), "peft_type": "VERA"})
+    written = folder.read_json(peft_files.CONFIG)
+    for pattern, problem in (("(", "is not valid"), ("((a|a|[a-z._0-9])+)+!", "takes more than 0 s")):
+        monkeypatch.setattr(expressions, "SECONDS", 0)
+        folder.write_json(peft_files.CONFIG, {**written, "alpha_pattern": {pattern: 2}})
+        with pytest.raises(ConfigError, match=problem) as error:
+            peft_files.read(folder, model.config)
+        assert pattern in error.value.what
+    folder.write_json(peft_files.CONFIG, {**written, "peft_type": "VERA"})
     with pytest.raises(ConfigError, match="VERA is not known"):
         peft_files.read(folder, model.config)
 

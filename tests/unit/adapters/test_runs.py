@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tidewheel.checkpoint.adapters import base_of
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.verify import locate
+from tidewheel.cli import run_command
 from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.inference.evaluate import Evaluator
 from tidewheel.inference.writer import Writer
@@ -156,6 +158,48 @@ def test_what_is_written_and_evaluated_is_the_trained_model(folder: Path, kind: 
     assert whole.ends == writer.ends
     logits = whole.model(tokens, torch.arange(10)[None], torch.zeros_like(tokens))
     assert (logits - expected).abs().max() < 1e-5
+
+
+def unmerged(folder: Path, source: str, out: str, *options: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of what `tidewheel checkpoint unmerge` writes."""
+    assert run_command(["checkpoint", "unmerge", f"{folder}/runs/{source}", f"{folder}/runs/{out}", *options]) == 0
+    return values_of(f"{folder}/runs/{out}")
+
+
+def test_an_adapter_is_taken_out_of_a_merged_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+    run(settings(folder, "own-base", "adapter=null"))
+    own = f"model.init_from={folder}/runs/own-base"
+    base = values_of(f"{folder}/runs/own-base")
+    kinds = {"exact-lora": (), "exact-dora": ("adapter.kind=dora",), "exact-nf4": ("adapter.base=nf4",)}
+    for name, more in kinds.items():
+        run(settings(folder, name, own, "optimizer.learning_rate=0.1", *more))
+        adapter_files.merge_run(f"{folder}/runs/{name}", f"{folder}/runs/of-{name}")
+        found = unmerged(folder, f"of-{name}", f"without-{name}")
+        assert "the bits of" in capsys.readouterr().out
+        assert found.keys() == base.keys()
+        assert all(torch.equal(found[key], value) for key, value in base.items()), name
+    assert Writer.open(f"{folder}/runs/without-exact-lora").ends  # its tokenizer is beside it
+    # a merged model that was trained further
+    further = f"model.init_from={folder}/runs/of-exact-lora"
+    run(settings(folder, "further", further, "adapter=null", "steps=1"))
+    found = unmerged(folder, "further", "without-further", "--adapter", f"{folder}/runs/exact-lora")
+    assert "the adapter is subtracted" in capsys.readouterr().out
+    trained, merged = values_of(f"{folder}/runs/further"), values_of(f"{folder}/runs/of-exact-lora")
+    for key, value in base.items():
+        expected = value.double() + trained[key].double() - merged[key].double()
+        assert (found[key] - expected).abs().max() < 1e-6 * (1 + expected.abs().max()), key
+    # a base that is lost
+    shutil.rmtree(folder / "runs/own-base/checkpoints")
+    found = unmerged(folder, "of-exact-lora", "without-lost")
+    assert all(torch.allclose(found[key], value, rtol=0, atol=1e-6) for key, value in base.items())
+    for source, options, message in (
+            ("of-exact-dora", (), "the adapter dora cannot be computed"),
+            ("of-exact-nf4", (), "a base in 4 bits cannot be computed"),
+            ("further", (), "which adapter is merged"), ("exact-lora", (), "which adapter is merged"),
+            ("exact-lora", ("--adapter", f"{folder}/runs/exact-lora"), "not merged")):
+        arguments = ["checkpoint", "unmerge", f"{folder}/runs/{source}", f"{folder}/runs/nothing", *options]
+        assert run_command(arguments) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_merged_model_keeps_the_chat_template(folder: Path):

@@ -64,13 +64,17 @@ def test_logits_have_the_bits_of_the_adapter_alone(folder: Path):
             assert torch.equal(several.model(*inputs), alone.model(*inputs)), name
 
 
-def test_scores_are_those_of_each_adapter(folder: Path):
-    base = f"{folder}/runs/base"
-    scores = Evaluator(base).evaluate_adapters(base, {name: f"{folder}/runs/{name}" for name in SETTINGS})
-    assert list(scores) == ["", *SETTINGS]
-    for name, evaluation in scores.items():
-        uri = f"{folder}/runs/{name or 'base'}"
-        assert evaluation.loss == Evaluator(uri).evaluate(uri).loss, name
+def test_evaluate_shows_the_losses_with_each_adapter(folder: Path, capsys: pytest.CaptureFixture[str]):
+    options = [part for name in SETTINGS for part in ("--adapter", f"{name}={folder}/runs/{name}")]
+    assert run_command(["evaluate", f"{folder}/runs/base", *options, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    found = {"base": shown["loss"], **{name: scores["loss"] for name, scores in shown["adapters"].items()}}
+    assert found == {name: Evaluator(f"{folder}/runs/{name}").evaluate(f"{folder}/runs/{name}").loss
+                     for name in ("base", *SETTINGS)}
+    assert run_command(["evaluate", f"{folder}/runs/base", *options]) == 0
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("(none)", *SETTINGS))
+    assert run_command(["evaluate", f"{folder}/runs/low", *options[:2]]) == 2
 
 
 def test_adapters_that_do_not_belong_are_refused(folder: Path):

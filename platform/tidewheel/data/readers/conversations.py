@@ -20,6 +20,8 @@ MESSAGES, TOOLS = "messages", "tools"
 """Fields of `meta` for the messages of a conversation, and for the tools of a conversation or pair."""
 MARGIN = "_margin"
 """Field of `meta` for the margin of a pair."""
+STEPS = "_steps"
+"""Field of `meta` for the steps of an answer: [end of the step in the answer's text, whether it is right]."""
 _PAIR = ("prompt", "chosen", "rejected")
 _ALPACA = ("Below is an instruction that describes a task{more}. Write a response that appropriately completes the "
            "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:")
@@ -39,7 +41,8 @@ def as_document(values: dict[str, Any], config: ReadConfig) -> None:
     if config.kind == "chat":
         messages = _chat(values, config)
     else:
-        messages = _labelled(values, config) if config.label else _preferences(values, config)
+        single = _labelled if config.label else _with_steps if config.step_labels else _preferences
+        messages = single(values, config)
     if tools:
         values[TOOLS] = tools
     values[config.text_name] = text_of(messages)
@@ -133,6 +136,23 @@ def _labelled(values: dict[str, Any], config: ReadConfig) -> list[Message]:
     _check_answer(config.completion, answer)
     answer = _without_weights(answer)
     values |= dict(zip(_PAIR, (prompt, answer, []) if label else (prompt, [], answer), strict=True))
+    return [*prompt, *answer]
+
+
+def _with_steps(values: dict[str, Any], config: ReadConfig) -> list[Message]:
+    """Convert a prompt and the steps of an answer to a pair without its other answer."""
+    labels, steps = values.pop(config.step_labels, None), values.pop(config.completion, None)
+    are_steps = isinstance(steps, list) and steps and all(isinstance(step, str) and step.strip() for step in steps)
+    are_labels = isinstance(labels, list) and all(isinstance(label, bool) for label in labels)
+    if not (are_steps and are_labels) or len(steps) != len(labels):
+        raise UnusableError("invalid_steps", f"{config.completion} and {config.step_labels} are not a list of texts "
+                                             "and a list of as many true or false")
+    separated = [step + config.step_separator for step in steps[:-1]] + steps[-1:]
+    ends = [sum(map(len, separated[:index + 1])) for index in range(len(steps))]
+    values[STEPS] = list(zip(ends, labels))
+    prompt = _without_weights(checked(_as_messages(values.pop(config.prompt, None), "user"), config.prompt))
+    answer = checked(_as_messages("".join(separated), ASSISTANT), config.completion)
+    values |= dict(zip(_PAIR, (prompt, answer, []), strict=True))
     return [*prompt, *answer]
 
 

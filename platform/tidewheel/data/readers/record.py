@@ -124,7 +124,8 @@ def message_fields(config: ReadConfig) -> set[str]:
     if config.kind == "documents":
         return set()
     if config.kind == "preferences":
-        answers = {config.completion, config.label} if config.label else {config.chosen, config.rejected}
+        single = config.label or config.step_labels
+        answers = {config.completion, single} if single else {config.chosen, config.rejected}
         return {config.prompt, config.tools, config.margin, *answers} - {""}
     return {config.messages, config.conversations, config.prompt, config.completion, config.instruction, config.input,
             config.output, config.system, config.tools}

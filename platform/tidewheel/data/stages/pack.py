@@ -56,6 +56,7 @@ def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list
     step: PackStep = job.config.step("pack")
     more_settings = {"seed": job.config.seed, "max_tokens": ngrams.share(job.partitions),
                      "kind": job.config.read.kind, **({"margins": True} if job.config.read.margin else {}),
+                     **({"steps": True} if job.config.read.step_labels else {}),
                      "settings": settings_of(job.config.step("tokenize")).canonical(),
                      "chat_template": job.chat_template,
                      # always in the keys of conversations: those without a learnt token have been dropped since then
@@ -177,7 +178,8 @@ def pack_part(task: Task) -> Published:
         encoded = tokens.encode_pairs(documents, encoder, task.inputs["chat_template"],
                                       token_dtype=token_dtype(encoder),
                                       sequence_length=task.inputs["sequence_length"],
-                                      margins=task.inputs.get("margins", False))
+                                      margins=task.inputs.get("margins", False),
+                                      steps=task.inputs.get("steps", False))
         sets = _pair_sets(task, encoded)
     else:
         encoded = tokens.encode(documents, encoder, task.inputs["chat_template"],
@@ -317,7 +319,8 @@ def _manifest(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
         shards=tuple(_shards(name, units)), loss_mask=job.config.read.kind == "chat", waves=tuple(waves),
         kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED,
         recipe=origin.settings_of(job.config), chat_template=job.chat_template, margins=bool(job.config.read.margin),
-        unpaired=bool(job.config.read.label))
+        unpaired=bool(job.config.read.label or job.config.read.step_labels),
+        step_labels=bool(job.config.read.step_labels))
 
 
 def _shards(name: str, units: Sequence[Published]) -> list[ShardInfo]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.data import verdicts
-from tidewheel.data.readers.conversations import MARGIN, MESSAGES, TOOLS, pair_of
+from tidewheel.data.readers.conversations import MARGIN, MESSAGES, STEPS, TOOLS, pair_of
 from tidewheel.data.readers.messages import text_of
 from tidewheel.data.tokenize import chat, preferences
 from tidewheel.errors import InputError
@@ -114,7 +114,7 @@ def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplat
 
 
 def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *, sequence_length: int,
-                 token_dtype: str, margins: bool = False) -> PairRows:
+                 token_dtype: str, margins: bool = False, steps: bool = False) -> PairRows:
     """Tokenize preference pairs.
 
     Args:
@@ -124,11 +124,12 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
         sequence_length: maximum number of tokens of a sequence.
         token_dtype: type of the tokens.
         margins: whether the pairs have margins.
+        steps: whether answers have labels of their steps.
 
     Raises:
         InputError: as in `encode`.
     """
-    rows = [preferences.preference_schema(token_dtype, margins).empty_table()]
+    rows = [preferences.preference_schema(token_dtype, margins, steps).empty_table()]
     text_bytes = 0
     dropped = _Dropped()
     for table in tables:
@@ -138,7 +139,8 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
         encoded = preferences.encode_pairs(encoder, template_of(template, encoder), table["id"].to_pylist(), pairs,
                                            [meta.get(TOOLS) for meta in metas], sequence_length=sequence_length,
                                            token_dtype=token_dtype,
-                                           margins=[meta[MARGIN] for meta in metas] if margins else None)
+                                           margins=[meta[MARGIN] for meta in metas] if margins else None,
+                                           steps=[meta[STEPS] for meta in metas] if steps else None)
         dropped.take(table, encoded.dropped)
         rows.append(encoded.table)
     return PairRows(pa.concat_tables(rows), text_bytes, dropped.verdicts(), dropped.heads())

@@ -14,6 +14,8 @@ from tidewheel.shards.tokenizer import Encoder
 
 TOO_LONG, REFUSED, EQUAL = "pair_too_long", "template_refused", "equal_answers"
 Pair = tuple[Messages, Messages, Messages]
+Steps = Sequence[tuple[int, bool]]
+"""Of each step of an answer, its end in the text and whether it is right."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Pairs:
 
 def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], pairs: Sequence[Pair],
                  tools: Sequence[Tools] | None = None, *, sequence_length: int, token_dtype: str,
-                 margins: Sequence[float] | None = None) -> Pairs:
+                 margins: Sequence[float] | None = None, steps: Sequence[Steps] | None = None) -> Pairs:
     """Render and encode pairs (prompt, chosen, rejected).
 
     Each sequence is the whole conversation with one of the two answers, up to the end of the last turn. A pair with a
@@ -47,8 +49,9 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
         sequence_length: maximum number of tokens of a sequence.
         token_dtype: "uint16" or "uint32".
         margins: by how much the chosen answer of each pair is better; None: not known.
+        steps: of the single answer of each pair; None: they have no labels.
     """
-    schema = preference_schema(token_dtype, margins is not None)
+    schema = preference_schema(token_dtype, margins is not None, steps is not None)
     texts: list[str] = []
     prompts: list[int] = []
     kept: list[int] = []
@@ -83,6 +86,13 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
             continue
         shared = min(int(np.searchsorted(spans[:, 1], prompts[position], side="right"))
                      for spans in (chosen_spans, rejected_spans))
+        if steps is not None:
+            labels = _step_labels(texts[2 * position][prompts[position]:], pairs[index][1], steps[index],
+                                  chosen_spans[:, 1] - prompts[position], shared)
+            if isinstance(labels, str):
+                dropped[index] = (REFUSED, labels)
+                continue
+            rows["step_labels"].append(labels)
         rows["document_id"].append(ids[index])
         rows["prompt_length"].append(shared)
         rows["chosen"].append(chosen_ids)
@@ -90,6 +100,27 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
         if margins is not None:
             rows["margin"].append(margins[index])
     return Pairs(pa.table(rows, schema=schema), dropped)
+
+
+def _step_labels(text: str, answer: Messages, steps: Steps, ends: np.ndarray, prompt: int) -> np.ndarray | str:
+    """Return the column step_labels of a row, or why it has none. The last step ends with the last token.
+
+    Args:
+        text: the rendered answer.
+        answer: its message.
+        steps: of the message.
+        ends: end of each token of the row, in characters from the beginning of `text`.
+        prompt: number of tokens of the prompt.
+    """
+    begin = text.find(str(answer[0]["content"]))
+    if begin < 0:
+        return "the template changes the text of the answer, whose steps have labels"
+    labels = np.full(len(ends), -1, dtype=np.int8)
+    tokens = [*np.searchsorted(ends, [begin + end for end, _ in steps[:-1]]), len(ends) - 1]
+    if len(set(tokens)) < len(tokens):
+        return "two steps end in one token"
+    labels[tokens] = [label for _, label in steps]
+    return labels[prompt:]
 
 
 def _texts(template: ChatTemplate, prompt: Messages, chosen: Messages, rejected: Messages, tools: Tools

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidewheel import storage
+from tidewheel import expressions, storage
 from tidewheel.config import recipe_hash
 from tidewheel.data.stage import Published, Unit, UnitWriter, lookup, read_file, unit_key
-from tidewheel.errors import ConfigError
+from tidewheel.errors import ConfigError, InputError
 from tidewheel.inference.tasks.metrics import Figure, figures, judged
 from tidewheel.inference.tasks.prompts import SEED
 from tidewheel.inference.tasks.requests import Answer, Item, Likelihood, Request, Scorer
@@ -74,6 +74,7 @@ class TaskResult:
         items: number of items.
         answered: of them, those that were answered now; the others were there.
         uri: of the file with these results.
+        adapter: name of the adapter that answered; "": the model itself.
     """
 
     task: str
@@ -81,6 +82,7 @@ class TaskResult:
     items: int
     answered: int
     uri: str
+    adapter: str = ""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures for a table."""
@@ -225,9 +227,13 @@ def size_of(unit: Unit, task: Task) -> int:
 
 def _line(task: Task, item: Item, answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the record of an item: what the model was asked, what it answered, and the metrics."""
+    try:
+        values = judged(item, answers, task.config, task.metrics)
+    except expressions.ExpressionError as error:
+        raise InputError(str(error), where=f"{task.where}, item {item.index + 1}", fix="write the filter or metric "
+                         "without a repetition inside a repetition, such as (a+)+") from None
     return {"item": item.index, "requests": [_request(request) for request in item.requests],
-            "answers": [_answer(one) for one in answers], "gold": item.gold,
-            "values": judged(item, answers, task.config, task.metrics)}
+            "answers": [_answer(one) for one in answers], "gold": item.gold, "values": values}
 
 
 def _request(request: Request) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from tidewheel import expressions
 from tidewheel.errors import ConfigError
 from tidewheel.inference.tasks.config import FilterConfig, FilterStep
 
@@ -19,6 +19,9 @@ def filtered(text: str, chosen: FilterConfig) -> Any:
     Args:
         text: what the model wrote.
         chosen: the filter.
+
+    Raises:
+        ExpressionError: a regular expression takes too much time or memory.
     """
     answer: Any = text
     for step in chosen.filter:
@@ -38,10 +41,9 @@ def check(chosen: FilterConfig, where: str) -> None:
     """
     for step in chosen.filter:
         try:
-            re.compile(step.regex_pattern)
-        except re.error as error:
-            raise ConfigError(f"filter {chosen.name}: {step.regex_pattern!r} is not a regular expression ({error})",
-                              where=where, fix="correct regex_pattern") from None
+            expressions.check(step.regex_pattern)
+        except expressions.ExpressionError as error:
+            raise ConfigError(f"filter {chosen.name}: {error}", where=where, fix="correct regex_pattern") from None
 
 
 def _apply(answer: Any, step: FilterStep) -> Any:
@@ -58,7 +60,7 @@ def _apply(answer: Any, step: FilterStep) -> Any:
 
 
 def _found(text: str, step: FilterStep) -> str:
-    matches = re.findall(step.regex_pattern, text)
+    matches = expressions.findall(step.regex_pattern, text)
     if not matches:
         return step.fallback
     if not -len(matches) <= step.group_select < len(matches):

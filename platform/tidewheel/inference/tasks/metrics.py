@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from tidewheel import expressions
 from tidewheel.errors import ConfigError
 from tidewheel.inference.tasks import filters
 from tidewheel.inference.tasks.config import MetricConfig, TaskConfig
@@ -77,7 +78,8 @@ def metrics_of(config: TaskConfig, where: str) -> list[Metric]:
     """Return the metrics of a task, after checking its filters.
 
     Raises:
-        ConfigError: the output type has no such metric, or it is not combined that way.
+        ConfigError: the output type has no such metric, it is not combined that way, or a regular expression is not
+            valid.
     """
     for chosen in config.filter_list or ():
         filters.check(chosen, where)
@@ -95,6 +97,12 @@ def metrics_of(config: TaskConfig, where: str) -> list[Metric]:
         if metric.aggregation not in (None, known[metric.metric]):
             raise ConfigError(f"{metric.metric} is combined by {known[metric.metric]}, not by {metric.aggregation!r}",
                               where=where, fix="correct or leave out the aggregation in metric_list")
+        for pattern in metric.regexes_to_ignore or ():
+            try:
+                expressions.check(pattern)
+            except expressions.ExpressionError as error:
+                raise ConfigError(f"metric {metric.metric}: {error}", where=where, fix="correct regexes_to_ignore"
+                                  ) from None
         metrics.append(Metric(metric, known[metric.metric]))
     return metrics
 
@@ -147,7 +155,7 @@ def _exact_match(answer: Any, gold: Any, settings: MetricConfig) -> float:
 
 def _normal(text: str, settings: MetricConfig) -> str:
     for pattern in settings.regexes_to_ignore or ():
-        text = re.sub(pattern, "", text)
+        text = expressions.sub(pattern, "", text)
     text = text.lower() if settings.ignore_case else text
     text = text.translate(PUNCTUATION) if settings.ignore_punctuation else text
     return text.translate(DIGITS) if settings.ignore_numbers else text

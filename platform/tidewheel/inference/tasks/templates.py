@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from tidewheel import expressions
 from tidewheel.errors import InputError
 
 Document = Mapping[str, Any]
@@ -111,4 +112,4 @@ def _environment() -> Any:
 
 
 def _regex_replace(text: str, pattern: str, repl: str, count: int = 0) -> str:
-    return re.sub(pattern, repl, text, count=count)
+    return expressions.sub(pattern, repl, text, count)

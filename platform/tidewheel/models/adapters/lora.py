@@ -161,6 +161,7 @@ class Lora(Adapter):
             read.setdefault(module, {})[keys[key]] = value.float()
         patterns: Any = settings.get("alpha_pattern") or {}
         rank, alpha = int(str(settings["r"])), float(str(settings["lora_alpha"]))
+        of_modules = peft_names.of_patterns(patterns, [*ours, *(one.name for one in fused)], alpha, where)
         values: dict[str, torch.Tensor] = {}
         ranks: dict[str, int] = {}
         alphas: dict[str, float] = {}
@@ -175,14 +176,13 @@ class Lora(Adapter):
             if not pieces:
                 raise ConfigError(f"{module} has an adapter of another shape than this model", where=where,
                                   fix="give the base model that the adapter was trained on")
-            of_module = float(peft_names.of_pattern(patterns, theirs, alpha))
             for name, (a, b) in pieces.items():
                 values |= {parameter_name(name, "a"): a, parameter_name(name, "b"): b}
                 if "m" in parts:
                     values[parameter_name(name, "m")] = parts["m"]
                 share = a.shape[-2] / whole
                 ranks[name] = a.shape[-2]
-                alphas[name] = of_module * (math.sqrt(share) if settings.get("use_rslora") else share)
+                alphas[name] = float(of_modules[theirs]) * (math.sqrt(share) if settings.get("use_rslora") else share)
         names = [*ours.values(), *(name for one in fused for name in one.ours)]
         return {"rank": rank, "alpha": alpha, "rank_stabilized": bool(settings.get("use_rslora")),
                 "targets": peft_names.shortest(ranks, names),

@@ -21,6 +21,7 @@ class Factors(nn.Module):
 
     OUTPUT_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"l": 0}, 1: {}}
     CAN_UNMERGE: ClassVar[bool] = True
+    CHANGES_BIAS: ClassVar[bool] = True
     INPUT_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {}, 1: {"l": 0}}
 
     def __init__(self, width: int, *, of_inputs: bool, device: torch.device | str = "cpu") -> None:
@@ -43,14 +44,15 @@ class Factors(nn.Module):
         y = base(x)
         return like((own(y) * own(self.l)).to(y.dtype), y)
 
-    def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return the matrix [O, I] of a layer that needs no adapter, in fp32."""
-        return weight_OI.float() * (self.l if self.of_inputs else self.l[:, None])
+    def merged(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the matrix [O, I] or the bias [O] of a layer that needs no adapter, in fp32."""
+        return value.float() * self._factors(value)
 
-    def unmerged(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return the matrix from which `merged` makes this one, in fp32."""
-        return weight_OI.float() / (self.l if self.of_inputs else self.l[:, None])
+    def unmerged(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the matrix or the bias from which `merged` makes this one, in fp32."""
+        return value.float() / self._factors(value)
 
-    def merged_bias(self, bias_O: torch.Tensor) -> torch.Tensor:
-        """Return the bias of a layer that needs no adapter."""
-        return bias_O if self.of_inputs else bias_O * self.l
+    def _factors(self, value: torch.Tensor) -> torch.Tensor:
+        if value.ndim == 1:
+            return torch.ones_like(value) if self.of_inputs else self.l
+        return self.l if self.of_inputs else self.l[:, None]

@@ -45,6 +45,8 @@ class LowRank(nn.Module):
     EMBEDDING_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"a": 1, "a0": 1}}
     CAN_UNMERGE: ClassVar[bool] = True
     """Whether the layer's matrix follows from the merged one."""
+    CHANGES_BIAS: ClassVar[bool] = False
+    """Whether `merged` and `unmerged` also take the layer's bias [O]."""
 
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float, *, pissa: bool = False,
                  of_embedding: bool = False, stack: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:

@@ -57,21 +57,7 @@ def add(model: Decoder, adapter: Adapter, values: Values) -> None:
 
 
 @torch.no_grad()
-def merge(model: Decoder) -> None:
-    """Put the adapters into the matrices of the layers that they adapt, and remove them.
-
-    Raises:
-        ConfigError: an adapter is more than a change of matrices, or its base is quantised.
-    """
-    for name, layer, added in list(adapted(model)):
-        layer.weight.copy_(_mergeable(name, layer, added).merged(layer.weight))  # type: ignore[union-attr, operator]
-        if getattr(layer, "bias", None) is not None and hasattr(added, "merged_bias"):
-            layer.bias.copy_(added.merged_bias(layer.bias))  # type: ignore[operator, union-attr]
-        detach(layer)
-
-
-@torch.no_grad()
-def merged(weights: dict[str, torch.Tensor], adapter: Adapter, values: Values) -> dict[str, torch.Tensor]:
+def merged(weights: Mapping[str, torch.Tensor], adapter: Adapter, values: Values) -> dict[str, torch.Tensor]:
     """Return some matrices of a model with the adapter in them.
 
     Args:
@@ -80,23 +66,53 @@ def merged(weights: dict[str, torch.Tensor], adapter: Adapter, values: Values) -
         values: its parameters.
 
     Raises:
-        ConfigError: as `merge`.
+        ConfigError: the adapter is more than a change of matrices.
     """
     results = dict(weights)
     if adapter.base == "nf4":  # the matrices that it was trained with
         results |= {name: nf4.rounded(weight).to(weight.dtype) for name, weight in weights.items()
                     if nf4.quantizes(name) and weight.ndim == 2}
+    for key, added in _changes(weights, adapter, values):
+        results[key] = added.merged(results[key]).to(weights[key].dtype)
+    return results
+
+
+@torch.no_grad()
+def unmerged(weights: Mapping[str, torch.Tensor], adapter: Adapter, values: Values) -> dict[str, torch.Tensor]:
+    """Return the matrices from which `merged` makes these. They are rounded twice.
+
+    Args:
+        weights: whole parameters by name, with the adapter in them.
+        adapter: its settings.
+        values: its parameters.
+
+    Raises:
+        ConfigError: the adapter cannot be taken out: DoRA has forgotten the lengths of the rows, and NF4 the digits of
+            the base.
+    """
+    results = dict(weights)
+    for key, added in _changes(weights, adapter, values):
+        if adapter.base != "plain" or not added.CAN_UNMERGE:
+            what = "a base in 4 bits" if adapter.base != "plain" else f"the adapter {name_of(type(adapter))}"
+            raise ConfigError(f"{key}: the base of {what} cannot be computed from the merged matrix", where="adapter",
+                              fix="take the base's own checkpoint")
+        results[key] = added.unmerged(weights[key]).to(weights[key].dtype)
+    return results
+
+
+def _changes(weights: Mapping[str, torch.Tensor], adapter: Adapter, values: Values) -> Iterator[tuple[str, Any]]:
+    """Yield (name, adapter of its module with its values) of the parameters that an adapter changes."""
     for name, parts in by_module(values).items():
         weight, bias = weight_name(name, weights), f"{name}.bias"
-        layer = None if weight is None else _layer(name, weights[weight])
-        added = _mergeable(name, layer, None if layer is None else adapter.build(name, layer), adapter)
-        assert weight is not None
+        added: Any = None if weight is None else adapter.build(name, _layer(name, weights[weight]))
+        if weight is None or not hasattr(added, "merged"):
+            raise ConfigError(f"{name}: the adapter {name_of(type(adapter))} cannot be merged into a matrix",
+                              where="adapter", fix="export the adapter alone, or use a kind that changes matrices")
         added.to_empty(device="cpu")
         added.load_state_dict(parts)
-        results[weight] = added.merged(results[weight]).to(weights[weight].dtype)
-        if bias in weights and hasattr(added, "merged_bias"):
-            results[bias] = added.merged_bias(weights[bias])
-    return results
+        yield weight, added
+        if bias in weights and added.CHANGES_BIAS:
+            yield bias, added
 
 
 def _layer(name: str, weight: torch.Tensor) -> nn.Module:
@@ -109,36 +125,6 @@ def _layer(name: str, weight: torch.Tensor) -> nn.Module:
         if name == "embedding":
             return Embedding(*weight.shape)
         return nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-
-
-@torch.no_grad()
-def unmerge(model: Decoder, adapter: Adapter, values: Values) -> None:
-    """Take an adapter out of the matrices that `merge` has put it into, and attach it. Matrices are rounded twice.
-
-    Args:
-        model: with merged matrices.
-        adapter: its settings.
-        values: its parameters.
-
-    Raises:
-        ConfigError: the adapter cannot be taken out: DoRA has forgotten the lengths of the rows.
-    """
-    add(model, adapter, values)
-    for name, layer, added in adapted(model):
-        known = _mergeable(name, layer, added)
-        if not known.CAN_UNMERGE:
-            raise ConfigError(f"{name}: the base cannot be computed from the merged matrix", where="adapter",
-                              fix="load the base's own checkpoint")
-        layer.weight.copy_(known.unmerged(layer.weight))  # type: ignore[union-attr, operator]
-
-
-def _mergeable(name: str, layer: nn.Module | None, added: Any, adapter: Adapter | None = None) -> Any:
-    if not hasattr(added, "merged") or isinstance(layer, Nf4Linear):
-        kind = type(added).__name__ if adapter is None else name_of(type(adapter))
-        what = "a base in 4 bits" if isinstance(layer, Nf4Linear) else f"the adapter {kind}"
-        raise ConfigError(f"{name}: {what} cannot be merged into a matrix", where="adapter",
-                          fix="export the adapter alone, or use a kind that changes matrices and adapter.base: plain")
-    return added
 
 
 class Several(nn.Module):
@@ -196,8 +182,12 @@ def add_several(model: Decoder, adapters: Mapping[str, tuple[Adapter, Values]]) 
         adapters: settings and parameters by name.
 
     Raises:
-        ConfigError: an adapter is of whole parts of a block, or does not fit the model or the others' base.
+        ConfigError: an adapter is of whole parts of a block, or does not fit the model or the others' base; or the
+            model has an adapter already.
     """
+    if any(adapted(model)):
+        raise ConfigError("the model has an adapter already", where="adapter",
+                          fix="give the base, and this adapter beside the others")
     members: dict[str, tuple[nn.Module, dict[str, nn.Module]]] = {}
     bases = {adapter.base for adapter, _ in adapters.values()}
     if len(bases) > 1:

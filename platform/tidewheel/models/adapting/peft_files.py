@@ -12,13 +12,19 @@ import torch
 from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models import adapters
 from tidewheel.models.adapter import Adapter
+from tidewheel.models.adapting.peft_names import PREFIX
 from tidewheel.models.family import Model
-from tidewheel.storage import Store
+from tidewheel.storage import Store, content_hash
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def write(folder: Store, config: Model, adapter: Adapter, values: Mapping[str, torch.Tensor], *, base: str = "") -> int:
+HEADS = {"outcome": "SEQ_CLS", "process": "TOKEN_CLS"}
+"""`task_type` of an adapter with a head, by `Objective.head_kind`."""
+
+
+def write(folder: Store, config: Model, adapter: Adapter, values: Mapping[str, torch.Tensor], *, base: str = "",
+          head: tuple[str, torch.Tensor] | None = None) -> int:
     """Write an adapter for `peft.PeftModel.from_pretrained`; return the number of its parameters there.
 
     Args:
@@ -27,6 +33,8 @@ def write(folder: Store, config: Model, adapter: Adapter, values: Mapping[str, t
         adapter: its settings.
         values: its whole parameters, by their names in the whole model.
         base: name or folder of the base model in transformers' format.
+        head: of a reward model, its kind (see `HEADS`) and its matrix [1, D]. transformers calls it `score`; that of
+            token classification has a bias, which is 0.
 
     Raises:
         ConfigError: peft has no such adapter, or a layer has no counterpart in transformers.
@@ -34,9 +42,20 @@ def write(folder: Store, config: Model, adapter: Adapter, values: Mapping[str, t
     settings, tensors = adapter.to_peft(config, values)
     common = {"base_model_name_or_path": base or None, "task_type": "CAUSAL_LM", "inference_mode": True,
               "peft_version": None}
+    if head is not None:
+        kind, matrix = head
+        settings |= {"task_type": HEADS[kind], "modules_to_save": ["score"]}
+        tensors[f"{PREFIX}score.weight"] = matrix.float()
+        if kind == "process":
+            tensors[f"{PREFIX}score.bias"] = torch.zeros(len(matrix))
     folder.write(WEIGHTS, safetensors.torch.save(dict(tensors), {"format": "pt"}))
     folder.write_json(CONFIG, {**common, **settings})
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def fingerprint(folder: Store) -> str:
+    """Return a hash of an adapter's settings and weights. Reads all of them."""
+    return content_hash("\n".join(f"{name} {folder.hash(name)}" for name in (CONFIG, WEIGHTS)).encode())
 
 
 def read(folder: Store, config: Model) -> tuple[Adapter, dict[str, torch.Tensor]]:

@@ -5,13 +5,13 @@ A tensor of a module is "base_model.model.MODULE.lora_A.weight".
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from tidewheel import expressions
 from tidewheel.errors import ConfigError
 from tidewheel.models import huggingface
 from tidewheel.models.blocks.embedding import Embedding
@@ -63,15 +63,25 @@ def shortest(chosen: Iterable[str], candidates: Iterable[str]) -> list[str]:
     return sorted(wanted)
 
 
-def of_pattern(patterns: Mapping[str, float], name: str, default: float) -> float:
-    """Return the value of the first of peft's patterns that matches.
+def of_patterns(patterns: Mapping[str, float], names: Sequence[str], default: float, where: str) -> dict[str, float]:
+    """Return the value of the first of peft's patterns that matches, for each of some modules.
 
     Args:
         patterns: regular expressions for the end of a module's name.
-        name: of the module in transformers.
-        default: returned if none matches.
+        names: of the modules in transformers.
+        default: of those that none matches.
+        where: location for messages.
+
+    Raises:
+        ConfigError: an expression is not valid, or takes too much time.
     """
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
+    try:
+        matched = expressions.first_matches([rf"(.*\.)?({pattern})$" for pattern in patterns], names)
+    except expressions.ExpressionError as error:
+        raise ConfigError(f"a pattern of alpha_pattern: {error}", where=where, fix="write the modules' names there"
+                          ) from None
+    values = list(patterns.values())
+    return {name: default if index is None else values[index] for name, index in zip(names, matched)}
 
 
 def split(name: str, keys: Iterable[str], modules: Iterable[str], where: str) -> tuple[str, str]:

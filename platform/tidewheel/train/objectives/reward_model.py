@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class RewardModel(PairObjective):
-    """-log sigmoid(reward of the chosen sequence - reward of the rejected one - margin), in nats per pair."""
+    """-log sigmoid(reward of the chosen sequence - reward of the rejected one - margin), in nats per pair.
+
+    On answers with labels of their steps (`read.step_labels` of the pipeline): the cross-entropy of a step's label with
+    the sigmoid of the head's value at its end, in nats per step (https://arxiv.org/abs/2305.20050, appendix F).
+    """
 
     VERSION = Version("objective_reward_model")
     WORKS_WITH = ("pipeline",)  # one output cannot be cut over tensor ranks
@@ -42,9 +46,23 @@ class RewardModel(PairObjective):
                              "head outcome without step_token")
         return self
 
+    @property
+    def head_kind(self) -> str:
+        return self.head
+
+    @property
+    def takes_steps(self) -> bool:
+        return self.head == "process"
+
+    def count(self, batch: MicroBatch) -> int:
+        """Return the number of pairs, or of labelled steps."""
+        return super().count(batch) if batch.step_labels is None else batch.num_steps
+
     def sums(self, outputs: Outputs, batch: MicroBatch) -> Sums:
         import torch.nn.functional as F
 
+        if batch.step_labels is not None:
+            return self._of_steps(outputs.logits()[..., 0].float(), batch.step_labels)
         rewards = self.rewards(outputs, batch).view(-1, batch.parts)
         chosen, rejected = rewards.unbind(dim=1)
         margins = self.margin if batch.margins is None else self.margin + batch.margins
@@ -53,6 +71,16 @@ class RewardModel(PairObjective):
             losses = losses + self.center * (chosen + rejected) ** 2
         return Sums(losses.sum(), {"rewards_chosen": chosen.sum(), "rewards_rejected": rejected.sum(),
                                    "margins": (chosen - rejected).sum(), "accuracies": (chosen > rejected).sum()})
+
+    def _of_steps(self, values: torch.Tensor, labels: torch.Tensor) -> Sums:
+        import torch.nn.functional as F
+
+        known, right = labels >= 0, labels == 1
+        losses = F.binary_cross_entropy_with_logits(values, right.float(), reduction="none")
+        of_right, of_wrong = (values * right).sum(), (values * (known & ~right)).sum()
+        hits = ((values > 0) == right) & known
+        return Sums((losses * known).sum(), {"rewards_chosen": of_right, "rewards_rejected": of_wrong,
+                                             "margins": of_right - of_wrong, "accuracies": hits.sum()})
 
     def rewards(self, outputs: Outputs, batch: MicroBatch) -> torch.Tensor:
         values = outputs.logits()[..., 0].float()

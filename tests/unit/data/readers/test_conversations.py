@@ -161,3 +161,20 @@ def test_a_single_answer_has_the_label_of_its_field(tmp_path):
     assert (type(silent), silent.reason) == (Bad, "empty_conversation")
     with pytest.raises(ConfigError, match="one answer with a label"):
         build(ReadConfig, {"paths": ["*"], "kind": "chat", "label": "label"})
+
+
+def test_an_answer_has_the_labels_of_its_steps(tmp_path):
+    config = ReadConfig(paths=("*",), kind="preferences", completion="completions", step_labels="labels",
+                        step_separator=" / ")
+    record = {"prompt": "ask", "completions": ["one", "two, too", "three"], "labels": [True, False, True]}
+    result = read(tmp_path, record, config)
+    answer = "one / two, too / three"
+    assert pair_of(json.loads(result.meta)) == ([USER], [{**BOT, "content": answer}], [])
+    assert [(answer[:end], label) for end, label in json.loads(result.meta)["_steps"]] == [
+        ("one / ", True), ("one / two, too / ", False), (answer, True)]
+    for changed in ({"labels": [True]}, {"labels": [True, False, 1]}, {"labels": None}, {"completions": "one"},
+                    {"completions": [], "labels": []}, {"completions": ["one", " ", "three"]}):
+        result = read(tmp_path, {**record, **changed}, config)
+        assert (type(result), result.reason) == (Bad, "invalid_steps"), changed
+    with pytest.raises(ConfigError, match="neither label nor margin"):
+        build(ReadConfig, {"paths": ["*"], "kind": "preferences", "step_labels": "labels", "margin": "m"})

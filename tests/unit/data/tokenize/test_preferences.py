@@ -94,6 +94,43 @@ def test_a_single_answer_stands_beside_its_prompt(encoder, tmp_path, source):
     assert any("has two answers" in problem for problem in verify(str(tmp_path)))
 
 
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_labels_stand_at_the_ends_of_steps(encoder, tmp_path, source):
+    steps = [["good 1\n", "bad 2\n", "世 good"], ["ask"]]
+    labels = [[True, False, True], [False]]
+    pairs, given = [], []
+    for texts, right in zip(steps, labels):
+        pairs.append((pair(0)[0], [{"role": "assistant", "content": "".join(texts)}], []))
+        given.append([(len("".join(texts[:index + 1])), label) for index, label in enumerate(right)])
+    encoded = encode_pairs(encoder, template(encoder, source), list("ab"), pairs, sequence_length=60,
+                           token_dtype="uint16", steps=given)
+    decode = encoder.with_control_tokens.decode
+    for row, texts, right in zip(encoded.table.to_pylist(), steps, labels, strict=True):
+        answer = row["chosen"][row["prompt_length"]:]
+        ends = [index for index, label in enumerate(row["step_labels"]) if label >= 0]
+        assert [bool(row["step_labels"][index]) for index in ends] == right
+        assert [decode(answer[:index + 1]) for index in ends[:-1]] == ["".join(texts[:number + 1])
+                                                                      for number in range(len(texts) - 1)]
+        assert ends[-1] == len(answer) - 1
+    write_set(tmp_path, encoder, encoded.table, unpaired=True, step_labels=True, sequence_length=60)
+    assert verify(str(tmp_path)) == []
+    assert inspect(str(tmp_path), row=1)["step_labels"] == encoded.table["step_labels"][1].as_py()
+    rows = open_set(str(tmp_path)).rows(np.zeros(2, dtype=np.int64), np.array([1, 0]))
+    assert rows.step_labels is not None
+    for labels_of_row, row in zip(rows.step_labels, reversed(encoded.table.to_pylist())):
+        whole = [-1] * row["prompt_length"] + row["step_labels"]
+        assert labels_of_row.tolist() == whole + [-1] * (60 - len(whole))
+    wrong = encoded.table.set_column(4, "step_labels", pa.array([[2], [0, 1]], pa.list_(pa.int8())))
+    write_set(tmp_path, encoder, wrong, unpaired=True, step_labels=True, sequence_length=60)
+    assert any("not one label" in problem for problem in verify(str(tmp_path)))
+    with pytest.raises(ShardError, match="not one label, -1, 0 or 1"):
+        open_set(str(tmp_path)).rows(np.array([0]), np.array([0]))
+    changing = template(encoder, CHATML.replace("m['content']", "m['content'] | upper"))
+    [(reason, detail)] = encode_pairs(encoder, changing, ["a"], pairs[:1], sequence_length=60, token_dtype="uint16",
+                                      steps=given[:1]).dropped.values()
+    assert (reason, "changes the text of the answer" in detail) == (REFUSED, True)
+
+
 def test_long_and_refused_pairs_are_dropped_with_a_reason(encoder):
     source = "{% if messages[0].content == 'be' and messages[1].content == 'ask 1' %}{{ raise_exception('no') }}" \
              "{% endif %}" + CHATML

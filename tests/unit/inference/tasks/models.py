@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from tests.oracles import Oracle
 from tidewheel.checkpoint.conversion import import_
+from tidewheel.inference.folder import read_model
+from tidewheel.models import adapters
+from tidewheel.models.adapting import attach, peft_files
+from tidewheel.storage import store
 
 WORDS = ("the harbour is blue", "a lantern is yellow", "the meadow is green", "one window is white",
          "old copper is red", "a winter sky is grey")
@@ -51,6 +56,18 @@ def write_model(folder: Path, **widths: Any) -> Path:
 def write_run(folder: Path, model: Path) -> str:
     """Write the same model as a checkpoint, and return the run's URI."""
     return import_(str(model), str(folder)).uri
+
+
+def write_adapter(folder: Path, model: Path) -> str:
+    """Write a LoRA of a model with random values, as peft does, and return its folder."""
+    decoder = read_model(store(model))
+    adapter = adapters.KIND.build("lora", {"rank": 2, "alpha": 8, "targets": ["wq", "ffn"]})
+    attach.attach(decoder, adapter)
+    generator = torch.Generator().manual_seed(1)
+    values = {name: 0.2 * torch.randn(parameter.shape, generator=generator)
+              for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    peft_files.write(store(folder), decoder.config, adapter, values)
+    return str(folder)
 
 
 ITEMS = [{"question": f"What colour is {number}?", "options": ["blue", "yellow and green", "red ", "grëy"],

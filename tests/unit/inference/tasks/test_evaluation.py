@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.every import every
 from tests.oracles import ORACLES
 from tests.unit.inference.tasks.models import CHOICES, ITEMS, WRITTEN, write_model, write_task
+from tidewheel import expressions
 from tidewheel.errors import ConfigError, InputError, TidewheelError
 from tidewheel.inference.folder import read_model
 from tidewheel.inference.likelihood import Pair, batches_of, layout, rows_of, score
@@ -110,7 +111,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | None, str]] = {
     "other aggregation": ({**CHOICES, "metric_list": [{"metric": "acc", "aggregation": "median"}]}, None, "by mean"),
     "unknown filter": ({**WRITTEN, "filter_list": [{"name": "x", "filter": [{"function": "rgex"}]}]}, None, "rgex"),
     "broken expression": ({**WRITTEN, "filter_list": [{"name": "x", "filter": [
-        {"function": "regex", "regex_pattern": "("}]}]}, None, "not a regular expression"),
+        {"function": "regex", "regex_pattern": "("}]}]}, None, "is not valid"),
+    "broken expression of a metric": ({**WRITTEN, "metric_list": [
+        {"metric": "exact_match", "regexes_to_ignore": ["("]}]}, None, "is not valid"),
+    "broken replacement": ({**CHOICES, "doc_to_text": "{{question|regex_replace('a', '\\\\9')}}"}, None,
+                           "invalid group reference"),
     "too many examples": ({**CHOICES, "num_fewshot": 11}, None, "11 examples are asked for, but there are 10"),
     "samples without temperature": ({**WRITTEN, "generation_kwargs": {"do_sample": True}}, None, "set a temperature"),
     "filter of likelihoods": ({**CHOICES, "filter_list": []}, None, "of generated text"),
@@ -143,6 +148,31 @@ def test_a_task_file_may_include_another_and_lie_beside_its_data(tmp_path: Path)
             Task.open(str(tmp_path / "bad.yaml"))
     with pytest.raises(ConfigError, match="include one another"):
         Task.open(str(tmp_path / "child.yaml"))
+
+
+HOSTILE = r"(\w+\s?)+$~"
+ENDLESS: dict[str, dict[str, Any]] = {
+    "template": {"doc_to_text": "{{'a'*60 ~ text|regex_replace('" + HOSTILE.replace("\\", "\\\\") + "', '')}}"},
+    "filter": {"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": HOSTILE}]}]},
+}
+
+
+class Long(Guessing):
+    """Writes a text on which `HOSTILE` backtracks."""
+
+    def answers(self, requests: Sequence[Request], *, chat: bool = False) -> list[Answer]:
+        return ["a" * 60] * len(requests)
+
+
+def test_an_expression_that_never_ends_is_refused_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(expressions, "SECONDS", 0)  # with the second that it is rounded up to
+    for name, settings_of_task in ENDLESS.items():
+        file = write_task(tmp_path, name, {**WRITTEN, **settings_of_task}, ITEMS[:1])
+        with pytest.raises(InputError, match="takes more than 0 s of processor time") as error:
+            evaluate(Long(), Options((file,)), str(tmp_path / "out"))
+        assert repr(HOSTILE) in error.value.what, name
+        assert error.value.where == f"{file}, item 1"
+    assert expressions.sub("a+", "b", "caat") == "cbt"  # another process has taken over
 
 
 def test_a_standard_error_needs_two_items():

@@ -15,7 +15,7 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
-from tests.unit.inference.tasks.models import ITEMS, TASKS, WRITTEN, write_model, write_run, write_task
+from tests.unit.inference.tasks.models import ITEMS, TASKS, WRITTEN, write_adapter, write_model, write_run, write_task
 from tidewheel.cli import run_command
 from tidewheel.errors import ConfigError
 from tidewheel.inference import lm_eval_model
@@ -43,9 +43,11 @@ class Oracle:
         self.files.append(write_task(folder / "tasks", "written", WRITTEN, items))
         self.manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
 
-    def theirs(self, model: str, tasks: list[str], **settings: Any) -> dict[str, Any]:
+    def theirs(self, model: str, tasks: list[str], *, peft: str = "", **settings: Any) -> dict[str, Any]:
         """Return the results and samples of lm-evaluation-harness."""
         arguments = {"pretrained": str(self.model), "dtype": "float32"} if model == "hf" else {"run": self.run}
+        if peft:
+            arguments["peft" if model == "hf" else "adapter"] = peft
         return lm_eval.simple_evaluate(model=model, model_args=arguments, tasks=tasks, task_manager=self.manager,
                                        log_samples=True, device="cpu", batch_size=8, bootstrap_iters=2, **settings)
 
@@ -109,6 +111,28 @@ def test_chat_prompts_are_those_of_the_harness(oracle: Oracle):
     for model in MODELS:
         compare(oracle.folder / "chat", results, oracle.theirs(
             model, names, apply_chat_template=True, fewshot_as_multiturn=True, num_fewshot=1))
+
+
+def test_an_adapter_answers_as_in_the_harness(oracle: Oracle, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("peft")
+    adapter = write_adapter(oracle.folder / "peft", oracle.model)
+    scorer = open_scorer(str(oracle.model), device="cpu", adapters={"tuned": adapter})
+    names = ["choices", "written"]
+    files = [file for file in oracle.files if Path(file).stem in names]
+    results = {name: evaluate(scorer.of(name), Options(tuple(files)), str(oracle.folder / "adapters"))
+               for name in ("", "tuned")}
+    assert [result.answered for result in results["tuned"]] == [len(ITEMS)] * 2  # answers of the base are not taken
+    for model in MODELS:
+        compare(oracle.folder / "adapters", results["tuned"], oracle.theirs(model, names, peft=adapter))
+    assert [result.figures for result in results[""]] != [result.figures for result in results["tuned"]]
+    assert run_command(["evaluate", str(oracle.model), "--adapter", f"tuned={adapter}", "--tasks", *files,
+                        "--output", f"{oracle.folder}/adapters", "--device", "cpu", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    for name, tasks in (("", shown["tasks"]), ("tuned", shown["adapters"]["tuned"])):
+        for result in results[name]:
+            assert tasks[result.task]["answered"] == 0
+            assert {figure.name: figure.value for figure in result.figures} == {
+                key: value["value"] for key, value in tasks[result.task].items() if isinstance(value, dict)}
 
 
 def test_the_command_hands_over_to_the_harness(oracle: Oracle, capsys: pytest.CaptureFixture[str],

@@ -30,21 +30,24 @@ def random_pairs(count: int, seed: int = 0, length: int = LENGTH) -> list[Pair]:
 
 
 def write_pairs(uri: str | Path, pairs: list[Pair], *, shards: int = 2, length: int = LENGTH,
-                **changes: Any) -> Manifest:
-    """Write a preference set of `shards` shards of about equal size."""
+                steps: list[list[int]] | None = None, **changes: Any) -> Manifest:
+    """Write a preference set of `shards` shards of about equal size, perhaps with labels of the chosen answers."""
     target = storage.store(uri)
     infos = []
     for part in np.array_split(np.arange(len(pairs)), shards):
         rows = [pairs[index] for index in part]
+        more = {} if steps is None else {"step_labels": [steps[index] for index in part]}
         table = pa.table({
             "document_id": [f"pair{index}" for index in part], "prompt_length": [len(prompt) for prompt, _, _ in rows],
             "chosen": [prompt + chosen for prompt, chosen, _ in rows],
-            "rejected": [prompt + rejected for prompt, _, rejected in rows]}, schema=preference_schema("uint16"))
+            "rejected": [prompt + rejected for prompt, _, rejected in rows], **more},
+            schema=preference_schema("uint16", steps=steps is not None))
         infos.append(write_shard(target, table))
     fields: dict[str, Any] = {
         "sequence_length": length, "token_dtype": "uint16", "vocabulary_size": VOCABULARY,
         "tokenizer": write_tokenizer(target), "recipe_hash": "test", "evaluation_sets": (), "documents": len(pairs),
-        "shards": tuple(infos), "kind": "preferences", **changes}
+        "shards": tuple(infos), "kind": "preferences", "step_labels": steps is not None,
+        "unpaired": steps is not None, **changes}
     manifest = Manifest(**fields)
     write_manifest(target, manifest)
     return manifest

@@ -11,6 +11,7 @@ import torch
 from tests.unit.train.helpers import config, write_shards
 from tests.unit.train.preferences.pairs import pair_config, random_pairs, write_pairs
 from tidewheel.checkpoint import conversion
+from tidewheel.checkpoint.adapter_files import export_adapter
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate
 from tidewheel.cli import run_command
@@ -61,6 +62,34 @@ def test_an_adapter_that_moves_positions_needs_a_column(folder: Path):
         fit_local(wanted)
     assert f"tidewheel reference {folder}/runs/base" in caught.value.fix
     assert not (folder / "runs/prompt").exists()
+
+
+HEADS = {"outcome": ("AutoModelForSequenceClassification", ()),
+         "process": ("AutoModelForTokenClassification", ("objective.head=process", "objective.step_token=5"))}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_peft_reads_a_reward_models_adapter_with_its_head(folder: Path, head: str):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    kind, settings = HEADS[head]
+    wanted = pair_config(folder, f"peft-{head}", *LORA, "objective.kind=reward_model", "steps=2", *settings,
+                         f"model.init_from={folder}/runs/base", "optimizer.learning_rate=0.1")
+    fit_local(wanted)
+    written, whole = str(folder / f"peft-{head}-adapter"), str(folder / f"peft-{head}-base")
+    export_adapter(wanted.run_uri, written)
+    conversion.export(f"{folder}/runs/base", whole)
+    base = getattr(transformers, kind).from_pretrained(whole, num_labels=1, pad_token_id=0, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, written).eval()
+    tokens = torch.tensor([[7, 5, 9, 11, 5, 13]])
+    template = folder / "template.jinja"
+    template.write_text("{%- for message in messages %}{{- message.content }}{%- endfor %}")
+    with torch.no_grad():
+        values = theirs(input_ids=tokens).logits.flatten()
+    ours = RewardModelJudge(wanted.run_uri, str(template), device="cpu")._reward(tokens[0], 2)
+    ends = torch.tensor([4, 5])  # the step token in the answer, and the last token
+    expected = values[0] if head == "outcome" else values[ends].mean()
+    assert ours == pytest.approx(float(expected), rel=1e-5)
+    assert abs(ours) > 1e-4
 
 
 def test_a_reward_models_head_is_trained_and_kept_with_its_adapter(folder: Path):
