@@ -32,7 +32,7 @@ LEVELS = [
     ("commit_log", "stopping"), ("ownership",),
     ("shards",),
     ("data", "models"),
-    ("rewards",),
+    ("rewards",), ("environments",),
     ("train",),
     ("checkpoint", "cluster"),
     ("inference",), ("post",),
