@@ -6,6 +6,7 @@ from tidewheel.parts import Kind
 from tidewheel.rewards.exact_match import ExactMatch as ExactMatch
 from tidewheel.rewards.gsm8k import Gsm8k as Gsm8k
 from tidewheel.rewards.json_object import JsonObject as JsonObject
+from tidewheel.rewards.python_tests import PythonTests as PythonTests
 from tidewheel.rewards.regex import Regex as Regex
 from tidewheel.rewards.scoring import base
 from tidewheel.rewards.scoring.base import Reward
