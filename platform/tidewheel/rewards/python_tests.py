@@ -13,7 +13,7 @@ from tidewheel.rewards.sandbox.running import Limits, SandboxFailed, run
 from tidewheel.rewards.scoring.base import Failure, Reward, Sample, Scores
 from tidewheel.versions import Version
 
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"^ {0,3}```[^\n`]*\n(.*?)^ {0,3}```", re.DOTALL | re.MULTILINE)
 
 
 class PythonTests(Reward):
