@@ -1,9 +1,9 @@
 """Sample several answers to one prompt together: the prompt is computed once, and each answer is a function of its key.
 
 A token is drawn with a number that depends on (key, stream, sample, turn, position in the turn) alone
-(`inference.draws`). With exact attention (`model.attention: exact`) its logits depend on nothing but the weights and the tokens before it: every
-product has at least `EXACT_ROWS` rows. So a sample is the same in a group of any size and order, and after any number
-of kills; and its log-probabilities have the bits that training computes for them.
+(`inference.draws`). With exact attention (`model.attention: exact`) its logits depend on nothing but the weights and
+the tokens before it: every product has at least `EXACT_ROWS` rows. So a sample is the same in a group of any size and
+order, and after any number of kills; and its log-probabilities have the bits that training computes for them.
 """
 
 from __future__ import annotations

@@ -74,7 +74,11 @@ class Episodes:
         self._tail = max((len(end.encode()) for end in self._ends), default=0)
 
     def opening(self, answer: int) -> Sequence[int]:
-        """See `Partner`."""
+        """See `Partner`.
+
+        Raises:
+            EpisodeFailed: the environment has failed, or its text leaves no room.
+        """
         task = Task(self._prompt.text, self._prompt.reference, self._seed, self._samples[answer])
         self._states[answer], text = self._called(lambda: self._environment.reset(task))
         tokens = encoded(text, self._encoder, self._special_tokens)
@@ -90,7 +94,12 @@ class Episodes:
         return any(end in text for end in self._ends)
 
     def reply(self, answer: int, turn: Sequence[int]) -> Sequence[int] | None:
-        """See `Partner`."""
+        """See `Partner`.
+
+        Raises:
+            EpisodeFailed: the environment has failed.
+            ConfigError: it returned something else than a reply.
+        """
         text = self._text(turn)
         reply = self._called(lambda: self._environment.step(self._states[answer], text))
         if not isinstance(reply, Reply):

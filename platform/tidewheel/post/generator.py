@@ -80,7 +80,7 @@ def sampling_of(config: TrainConfig, eos: int) -> Any:
 
 
 def judge_of(config: TrainConfig) -> Judge | None:
-    """Return what scores answers: the reward, or a process with limits for one of the user's own; None: nothing does."""
+    """Return what scores answers: the reward, or a process with limits for one of the user's own. None: nothing."""
     rollouts = config.rollouts
     assert rollouts is not None
     reward = rollouts.reward

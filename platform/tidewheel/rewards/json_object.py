@@ -70,5 +70,12 @@ def depth_of(text: str) -> int:
 
 
 def no_constant(name: str) -> NoReturn:
-    """Refuse NaN and infinities, which are no JSON."""
+    """Refuse a number that is no JSON.
+
+    Args:
+        name: NaN, Infinity or -Infinity.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(f"{name} is no JSON")

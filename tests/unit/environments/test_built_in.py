@@ -20,7 +20,8 @@ def replies(environment: Environment, *turns: str, reference: str | None = None,
 @pytest.mark.parametrize(("turn", "reply"), [
     ("So <calc>12*7</calc>", Reply("=84\n")), ("<calc>1</calc><calc>(1+2)/8</calc>", Reply("=0.375\n")),
     ("<calc>1/3</calc>", Reply("=0.333333333333\n")), ("<calc>2**9</calc>", Reply("=error\n")),
-    ("<calc>1/0</calc>", Reply("=error\n")), ("<calc>os</calc>", Reply("=error\n")), ("<calc></calc>", Reply("=error\n")),
+    ("<calc>1/0</calc>", Reply("=error\n")), ("<calc>os</calc>", Reply("=error\n")),
+    ("<calc></calc>", Reply("=error\n")),
     ("84", Reply(done=True)), ("<calc>84", Reply(done=True)), ("84</calc>", Reply(done=True)), ("", Reply(done=True))])
 def test_the_calculator_computes_the_call_that_ends_a_turn(turn: str, reply: Reply):
     assert replies(tw.environments.Calculator(), turn) == [reply]

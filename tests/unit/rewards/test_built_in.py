@@ -245,7 +245,8 @@ def test_json_schema_takes_linear_time():
 
 @pytest.mark.parametrize(("definition", "message"), [
     ({"type": "text"}, "no JSON schema: .*text.* in type"), ({"pattern": "a(?=b)"}, "no look-around"),
-    ({"patternProperties": {"a(?=b)": {}}}, "RE2"), ({"items": {"$ref": "https://example.org/x"}}, "nothing is fetched")])
+    ({"patternProperties": {"a(?=b)": {}}}, "RE2"),
+    ({"items": {"$ref": "https://example.org/x"}}, "nothing is fetched")])
 def test_a_schema_that_cannot_be_used_is_refused(definition: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         tw.rewards.JsonSchema(definition=definition)

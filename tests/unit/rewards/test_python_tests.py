@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -52,7 +53,7 @@ def blocked(attack: str, error: str = "OSError", before: str = "", **options: ob
     ("import ctypes\nctypes.string_at(0)", 0), ("def add(a, b):\n    return add(a, b)", 0),
     ("class Any:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Any()", 0),
     ("class Five(int):\n    pass\ndef add(a, b):\n    return Five(5)", 0),
-    ("import os\nfor fd in range(1, 20):\n    try:\n        os.write(fd, b'5\\n' * 3)\n    except OSError:\n        pass\n"
+    ("import os\nfor fd in range(1, 20):\n    try:\n        os.write(fd, b'5\\n' * 3)\n    except OSError: pass\n"
      "os._exit(0)", 0)])
 def test_code_passes_if_all_its_results_are_right(code: str, expected: float):
     assert score(code) == expected
@@ -141,8 +142,8 @@ def test_a_fork_bomb_starts_nothing():
 
 
 def test_threads_may_run_within_the_memory():
-    before = "import threading\ndef run(n):\n    threads = [threading.Thread(target=lambda: __import__('time').sleep(9)"\
-             ", daemon=True) for _ in range(n)]\n    [thread.start() for thread in threads]\n"
+    before = "import threading, time\ndef run(n):\n    for _ in range(n):\n" \
+             "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
     assert blocked("run(3) or 1 / 0", "ZeroDivisionError", before)
     assert blocked("run(10_000)", "(RuntimeError, MemoryError)", before)
 
@@ -227,7 +228,7 @@ def test_a_machine_that_cannot_isolate_is_refused_by_name(tmp_path: Path, monkey
     source = Path(isolation.__file__).read_text()
     (folder / "isolation.py").write_text(source.replace("444, 445, 446", "4440, 445, 446"))  # a kernel without Landlock
     monkeypatch.setattr(running, "CHILD", folder / "child.py")
-    with pytest.raises(ConfigError, match=r"(?s)cannot isolate a process: the kernel has no Landlock.*sandbox to limits"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot isolate .* has no Landlock.*sandbox to limits"):
         judged(ADD, SUMS)
     assert score(ADD, sandbox="limits") == 1, "the user says that limits are enough"
     (folder / "isolation.py").write_text("raise SystemExit(7)")
@@ -247,7 +248,7 @@ def test_the_filter_has_the_numbers_of_the_kernels_headers(machine: str):
     if not header.exists():
         pytest.skip("the headers of the kernel are not installed")
     words = [line.split() for line in header.read_text().splitlines() if line.startswith("#define __NR")]
-    known = {word[1].removeprefix("__NR_").removeprefix("__NR3264_"): int(word[2]) for word in words if word[2].isdigit()}
+    known = {re.sub("__NR(3264)?_", "", word[1]): int(word[2]) for word in words if word[2].isdigit()}
     column = machine == "aarch64"
     wrong = {name: pair[column] for name, pair in isolation.FORBIDDEN.items() if pair[column] != known.get(name, -1)}
     assert not wrong

@@ -37,7 +37,7 @@ def text_of(value: Any) -> str:
         return "{" + ",".join(sorted(text_of(item) for item in value)) + "}"
     if kind is dict:
         return "{:" + ",".join(sorted(f"{text_of(key)}:{text_of(item)}" for key, item in value.items())) + "}"
-    return f"<{ascii(kind.__name__)}>"
+    return f"<{kind.__name__!a}>"
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def _replace_input(text: str) -> None:
         file.write(text.encode())
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the rest of the process
 
 
 if __name__ == "__main__":
