@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from tidewheel.environments.episode.base import Environment, Reply, Task
 from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.inference.conversation import Conversation
@@ -184,14 +182,15 @@ def replies(entry: StepEntry, shard: RolloutShard, prompts: Prompts, rollouts: R
     rows = shard.batch.select(["tokens", "learnt", "sample", "prompt_length", "reward"]).to_pylist()
     if len(rows) != rollouts.group * len(entry.admitted):
         return  # the audit says so
+    places = [(position, prompts.at(position)) for position in entry.admitted]
     for index, row in enumerate(rows):
-        position = entry.admitted[index // rollouts.group]
-        prompt = prompts.at(position)
+        position, prompt = places[index // rollouts.group]
         episodes = Episodes(environment, prompt, [row["sample"]], seed=seed_of(rollouts.seed, position),
                             encoder=encoder, special_tokens=rollouts.special_tokens, most=rollouts.answer_tokens)
         problem = problem_of(episodes, row["tokens"][row["prompt_length"]:], row["learnt"], frozenset({encoder.eos}),
                              rollouts.answer_tokens)
-        if not problem and rollouts.reward is None and not np.isclose(episodes.rewards[0], row["reward"], rtol=1e-6):
+        if not problem and rollouts.reward is None and not math.isclose(
+                episodes.rewards[0], row["reward"], rel_tol=1e-6, abs_tol=1e-6):
             problem = f"its reward is {row['reward']:g}, the environment gives {episodes.rewards[0]:g}"
         if problem:
             yield f"sample {row['sample']} of {prompt.id!r}: {problem}"

@@ -13,19 +13,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
-from tests.unit.post.runs import inline, logged, rollout_run
+from tests.unit.post.runs import InlinePool, inline, logged, rollout_run
 from tidewheel import cli, parts, storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
 from tidewheel.environments.episode.base import Environment, Reply, Task
 from tidewheel.errors import ConfigError, ShardError
 from tidewheel.inference.conversation import TURN_BITS, Conversation
+from tidewheel.models.decoder import IGNORED
 from tidewheel.post import ledger
 from tidewheel.post.audit import audit_rollouts
+from tidewheel.post.groups import Group
 from tidewheel.post.pool import LocalPool
 from tidewheel.shards import growing
-from tidewheel.shards.rollouts import NO_VERSION, read_shard
+from tidewheel.shards.rollouts import NO_VERSION, RolloutSet, read_shard
+from tidewheel.train.batches import micro_batch
 from tidewheel.train.config import TrainConfig
 
 GUESS = "rollouts.environment={kind: guess_number, turn_tokens: 2, turns: 3, turn_end: '', none: 'no ', highest: 1}"
@@ -129,6 +133,32 @@ def test_a_run_of_several_turns_learns_what_was_sampled_and_has_no_gap(tmp_path:
     assert cli.run_command(["rollouts", "show", config.run_uri, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["groups"][0]["answers"][0]["turns"]
     assert [turn["by"] for turn in shown][:3] == ["policy", "environment", "policy"]
+
+
+def test_training_gets_the_tokens_that_were_sampled_and_learns_no_others(tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch):
+    groups: list[Group] = []
+
+    class Watched(InlinePool):
+        def next(self, seconds: float) -> Group | None:
+            groups.append(super().next(seconds))
+            return groups[-1]
+
+    monkeypatch.setattr(trainer, "_local_pool", lambda arguments, config, on_event: Watched(arguments))
+    config = game(tmp_path, "run", "steps=1")
+    trainer.fit_local(config)
+    answers = [answer for group in sorted(groups, key=lambda group: group.position) for answer in group.answers]
+    uri = f"{config.run_uri}/rollouts"
+    rollouts = RolloutSet.open(uri, manifest=growing.read_set(storage.store(uri)))
+    read = rollouts.rows(np.zeros(32, np.int64), np.arange(32))
+    batch = micro_batch(read, slice(None), 0, torch.device("cpu"))
+    for row, answer in enumerate(answers):
+        begin = int(read.lengths[row]) - len(answer.tokens)
+        assert batch.tokens[row, begin:begin + len(answer.tokens)].tolist() == answer.tokens
+        targets = batch.targets[row, begin - 1:begin - 1 + len(answer.tokens)].tolist()
+        assert targets == [IGNORED if index in answer.written else token for index, token in enumerate(answer.tokens)]
+        assert (batch.targets[row, :begin - 1] == IGNORED).all()
+    assert batch.num_targets == sum(sum(answer.learnt) for answer in answers)
 
 
 def test_audit_finds_a_reply_that_the_environment_did_not_give(tmp_path: Path):
