@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tidewheel import filters, rewards
+    from tidewheel import environments, filters, rewards
     from tidewheel.data.filter import Batch, Document, Filter, Limits, Verdicts
     from tidewheel.data.reader import FileHead, FileMatch, Reader
     from tidewheel.data.similar import SimilarityIndex
+    from tidewheel.environments.episode.base import Environment, Reply, Task
     from tidewheel.errors import TidewheelError
     from tidewheel.models import adapters
     from tidewheel.models import families as models
@@ -63,6 +64,9 @@ _HOMES = {
     "Limits": "tidewheel.data.filter",
     "Verdicts": "tidewheel.data.filter",
     "Cut": "tidewheel.models.family",
+    "Environment": "tidewheel.environments.episode.base",
+    "Reply": "tidewheel.environments.episode.base",
+    "Task": "tidewheel.environments.episode.base",
     "SimilarityIndex": "tidewheel.data.similar",
     "FeedForwardShape": "tidewheel.models.costs",
     "LayerCosts": "tidewheel.models.costs",
@@ -105,6 +109,7 @@ _HOMES = {
 _MODULES = {
     "adapters": "tidewheel.models.adapters",
     "callbacks": "tidewheel.train.callbacks",
+    "environments": "tidewheel.environments",
     "filters": "tidewheel.filters",
     "models": "tidewheel.models.families",
     "objectives": "tidewheel.train.objectives",
@@ -114,13 +119,13 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Adapter", "Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "Failure",
+__all__ = ["Adapter", "Batch", "Call", "Callback", "Cut", "Document", "Environment", "Evaluate", "Export", "Failure",
            "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model",
-           "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reward", "RewardProcess",
-           "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage", "Store", "Sums",
-           "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow",
-           "adapters", "callbacks", "filters", "models", "objectives", "optimizers", "rewards", "schedules", "sweep",
-           "trackers"]
+           "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reply", "Reward",
+           "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage",
+           "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts",
+           "Worker", "Workflow", "adapters", "callbacks", "environments", "filters", "models", "objectives",
+           "optimizers", "rewards", "schedules", "sweep", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -58,6 +58,26 @@ def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
     assert digest(config.run_uri).state == digest(alone.run_uri).state
 
 
+def test_turns_have_the_same_bits_for_any_number_of_generators_and_trainers(tmp_path: Path):
+    """The answers talk to an environment; one run is in this process, the other has two processes of each kind."""
+    game = ("rollouts.environment={kind: guess_number, turn_tokens: 2, turns: 3, turn_end: '', none: 'no '}",
+            "rollouts.answer_tokens=11", "steps=8")
+    alone = rollout_run(tmp_path, "alone", *game)
+    fit_local(alone)
+    config = rollout_run(tmp_path, "two", *game, "rollouts.generators.processes=2", "elastic.min_workers=2")
+    with LocalCluster(nodes=4, cpus_per_node=1) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            assert fit(config).steps == 8
+        finally:
+            ray.shutdown()
+    assert digest(config.run_uri).state == digest(alone.run_uri).state
+    for run in (alone, config):
+        proof = audit_rollouts(run.run_uri)
+        assert proof is not None
+        assert proof.ok, proof.summary()
+
+
 def first(pool: RayPool) -> Group:
     """Return the first group that is done."""
     group = None

@@ -75,6 +75,10 @@ REWARD_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "gsm8k": ({}, {"last_number": True}, {"marker": "Answer:"}),
     "regex": ({"pattern": "[0-9]+"}, {"pattern": "(?s)####\\s*(?P<answer>.*)"}),
     "json_object": ({}, {"required": {"a": "integer"}, "extra_keys": False, "fenced": True, "max_depth": 2}),
+    "json_schema": ({"definition": {}}, {"definition": {"type": "object", "required": ["a"]}, "fenced": True,
+                                         "max_depth": 2}),
+    "arithmetic": ({}, {"after": "####", "tolerance": 1000.0, "numbers": False}),
+    "python_tests": ({}, {"partial": True, "seconds": 1}),
 }
 """Settings under which each reward judges; the last ones are in its key."""
 

@@ -33,7 +33,7 @@ LEVELS = [
     ("commit_log", "stopping"), ("ownership",),
     ("shards",),
     ("data", "models"),
-    ("rewards",),
+    ("rewards",), ("environments",),
     ("train",),
     ("checkpoint", "cluster"),
     ("inference",), ("post",),

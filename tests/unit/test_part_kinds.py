@@ -15,7 +15,7 @@ import pytest
 
 import tidewheel
 import tidewheel as tw
-from tidewheel import parts, rewards, stores
+from tidewheel import environments, parts, rewards, stores
 from tidewheel.config import build
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.filter import FILTERS
@@ -29,7 +29,8 @@ from tidewheel.train.config import TrainConfig
 
 PACKAGE = Path(tidewheel.__file__).parent
 KINDS: list[Kind[Any]] = [FILTERS, READERS, optimizers.KIND, schedules.KIND, families.KIND, objectives.KIND,
-                          callbacks.KIND, trackers.KIND, rewards.KIND, stores.SCHEMES, adapters.KIND]
+                          callbacks.KIND, trackers.KIND, rewards.KIND, stores.SCHEMES, adapters.KIND,
+                          environments.KIND]
 COMMON_WORDS = {"constant", "linear", "regex", "urls", "language", "words", "classifier", "code", "csv", "json",
                 "jsonl", "text", "tsv", "arrow", "parquet", "warc", "file"}
 """Built-in names that also mean something else. `test_layout.py` has narrower rules for filters and readers."""
@@ -164,6 +165,10 @@ class MyScheme(tw.Storage):
 
 class MyAdapter(tw.Adapter):
     size: int = 1
+
+
+class MyEnvironment(tw.Environment):
+    size: int = 1
 '''
 NAME = "tw_test_ten_kinds"
 
@@ -280,3 +285,9 @@ def test_rewards_are_chosen_by_name(installed: str):
     named = rewards.KIND.build("installed", {"size": 2})
     assert named == rewards.KIND.build(f"{installed}:MyReward", {"size": 2})
     assert rewards.KIND.build("gsm8k", {"last_number": True}) == tw.rewards.Gsm8k(last_number=True)
+
+
+def test_environments_are_chosen_by_name(installed: str):
+    named = environments.KIND.build("installed", {"size": 2})
+    assert named == environments.KIND.build(f"{installed}:MyEnvironment", {"size": 2})
+    assert environments.KIND.build("guess_number", {"highest": 3}) == tw.environments.GuessNumber(highest=3)

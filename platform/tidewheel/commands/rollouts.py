@@ -34,7 +34,8 @@ def show(
     if as_json:
         print(json.dumps({"step": entry.step, "version": entry.version, "groups": [
             {"prompt_id": group.prompt_id, "prompt": group.prompt, "answers": [
-                {"sample": answer.sample, "reward": answer.reward, "advantage": answer.advantage, "text": answer.text}
+                {"sample": answer.sample, "reward": answer.reward, "advantage": answer.advantage, "text": answer.text,
+                 "turns": [{"by": by, "text": text} for by, text in answer.turns]}
                 for answer in group.answers]} for group in chosen],
             "dropped": [asdict(group) for group in entry.dropped]}))
         return 0
@@ -45,8 +46,11 @@ def show(
         print(f"\n{printable(group.prompt_id)}: mean reward {group.reward:.3f}")
         print("  " + printable_lines(group.prompt).replace("\n", "\n  "))
         for answer in group.answers:
-            text = printable_lines(answer.text).replace("\n", "\n" + " " * 24)
-            print(f"  {answer.reward:8.3f} {answer.advantage:+9.3f}   {text}")
+            begin = f"  {answer.reward:8.3f} {answer.advantage:+9.3f}"
+            for by, text in answer.turns:
+                shown = printable_lines(text.rstrip("\n")).replace("\n", "\n" + " " * 24)
+                print(f"{begin} {'>' if by == 'environment' else ' '} {shown}")
+                begin = " " * len(begin)
     if len(chosen) > groups:
         print(f"\nand {len(chosen) - groups} more groups: --groups {len(chosen)}")
     return 0

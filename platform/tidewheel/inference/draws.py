@@ -34,14 +34,14 @@ def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack(words, axis=1).astype(np.uint32)
 
 
-def uniforms(key: int, stream: int, samples: Sequence[int], position: int) -> np.ndarray:
+def uniforms(key: int, stream: int, samples: Sequence[int], position: int | Sequence[int]) -> np.ndarray:
     """Return a number in (0, 1) for each sample, fp64 [n], with 53 random bits.
 
     Args:
         key: below 2^64, as the hash of a run.
         stream: below 2^64, as the hash of a prompt and of what else tells its groups apart.
         samples: index of each sample in its group, below 2^32.
-        position: of the token, below 2^32.
+        position: of the token, below 2^32; one for all samples, or one for each.
     """
     counters = np.empty((len(samples), 4), dtype=np.uint32)
     counters[:, 0] = samples

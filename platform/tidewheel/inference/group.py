@@ -1,21 +1,22 @@
 """Sample several answers to one prompt together: the prompt is computed once, and each answer is a function of its key.
 
-A token is drawn with a number that depends on (key, stream, sample, position) alone (`inference.draws`). With exact
-attention (`model.attention: exact`) its logits depend on nothing but the weights and the tokens before it: every
-product has at least `EXACT_ROWS` rows. So a sample is the same in a group of any size and order, and after any number
-of kills; and its log-probabilities have the bits that training computes for them.
+A token is drawn with a number that depends on (key, stream, sample, turn, position in the turn) alone
+(`inference.draws`). With exact attention (`model.attention: exact`) its logits depend on nothing but the weights and
+the tokens before it: every product has at least `EXACT_ROWS` rows. So a sample is the same in a group of any size and
+order, and after any number of kills; and its log-probabilities have the bits that training computes for them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import nn
 
+from tidewheel.inference.conversation import Conversation, Partner
 from tidewheel.inference.draws import uniforms
 from tidewheel.inference.generate import Cache, cached
 from tidewheel.models.attention_backends import EXACT_ROWS
@@ -28,11 +29,11 @@ class Sampling:
     """How answers are sampled.
 
     Args:
-        tokens: most tokens of an answer.
+        tokens: most tokens of an answer, with those that a partner writes.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: sample from this many most likely tokens; 0: from all.
         top_p: sample from the fewest tokens whose probabilities sum to at least this.
-        stop: tokens that end an answer, as its last token.
+        stop: tokens that end an answer, or a turn of it, as the last token.
         precision: of the matrix products.
     """
 
@@ -50,14 +51,23 @@ class Answer:
 
     tokens: list[int]
     log_probabilities: list[float]
-    """Of each token, in nats: under the logits divided by the temperature, over the whole vocabulary."""
+    """Of each token, in nats: under the logits divided by the temperature, over the whole vocabulary. 0 if written."""
     stopped: bool
-    """Whether a stop token ended it; else it was cut off."""
+    """Whether a stop token or the partner ended it; else it was cut off."""
+    written: frozenset[int] = field(default=frozenset())
+    """Indices of the tokens that a partner wrote."""
+    begin: int = 0
+    """Index of the first token of the last turn."""
+
+    @property
+    def learnt(self) -> list[int]:
+        """Return 1 for each token that was sampled, 0 for each that was written."""
+        return [int(index not in self.written) for index in range(len(self.tokens))]
 
 
 @torch.no_grad()
 def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], sampling: Sampling, *, key: int,
-                 stream: int) -> list[Answer]:
+                 stream: int, partner: Partner | None = None) -> list[Answer]:
     """Return an answer to the prompt for each sample.
 
     Args:
@@ -67,6 +77,7 @@ def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], 
         sampling: how to sample.
         key: see `draws.uniforms`.
         stream: see `draws.uniforms`.
+        partner: writes what follows each turn of an answer; its errors pass through.
 
     Raises:
         ValueError: the prompt is empty, or leaves no room for an answer.
@@ -79,11 +90,11 @@ def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], 
     with torch.compiler.set_stance("force_eager"), precision_context(device, sampling.precision), \
             fp32_products(device, False), weights_converted_once(model), \
             cached(model, max(len(prompt) + most, EXACT_ROWS)) as cache:
-        group = _Group(model, cache, prompt, samples, sampling, key, stream, device)
-        for _ in range(most):
-            if not group.step():
-                break
-    return group.answers()
+        talks = [Conversation(index, sampling.stop, most, partner) for index in range(len(samples))]
+        group = _Group(model, cache, prompt, samples, sampling, key, stream, talks)
+        while group.step():
+            pass
+    return [Answer(talk.tokens, talk.values, talk.stopped, frozenset(talk.written), talk.begin) for talk in talks]
 
 
 @contextlib.contextmanager
@@ -114,33 +125,26 @@ class _Group:
         sampling: how to sample.
         key: of the numbers.
         stream: of the numbers.
-        device: of the model.
+        talks: the answers, one for each sample.
     """
 
     def __init__(self, model: Decoder, cache: Cache, prompt: Sequence[int], samples: Sequence[int],
-                 sampling: Sampling, key: int, stream: int, device: torch.device) -> None:
+                 sampling: Sampling, key: int, stream: int, talks: Sequence[Conversation]) -> None:
         self._model, self._cache, self._samples, self._sampling = model, cache, list(samples), sampling
-        self._key, self._stream, self._device = key, stream, device
+        self._key, self._stream, self._device = key, stream, next(model.parameters()).device
         self._position = len(prompt)
-        self._tokens: list[list[int]] = [[] for _ in samples]
-        self._values: list[list[float]] = [[] for _ in samples]
-        self._stopped = [False] * len(samples)
+        self._talks = talks
         self._rows = list(range(len(samples)))  # the answer of each row of the batch; rows beyond them are padding
         self._logits = self._prefilled(prompt)
 
     def step(self) -> bool:
-        """Draw a token for each answer that goes on; return whether any goes on behind it."""
-        drawn = self._draw()
-        if all(self._stopped[answer] for answer in self._rows):
+        """Append a token to each answer that goes on; return whether any goes on behind it."""
+        self._append()
+        if all(self._talks[answer].over for answer in self._rows):
             return False
         self._drop_ended()
-        if len(self._tokens[self._rows[0]]) < self._sampling.tokens:
-            self._logits = self._decoded([drawn[answer] for answer in self._rows])
+        self._logits = self._decoded([self._talks[answer].tokens[-1] for answer in self._rows])
         return True
-
-    def answers(self) -> list[Answer]:
-        """Return the answers, in the order of the samples."""
-        return [Answer(*answer) for answer in zip(self._tokens, self._values, self._stopped)]
 
     def _prefilled(self, prompt: Sequence[int]) -> torch.Tensor:
         """Compute the prompt once, for all rows; return the logits behind it, fp32 [rows, V]."""
@@ -163,25 +167,24 @@ class _Group:
     def _padded(self, rows: int) -> int:
         return max(rows, EXACT_ROWS) if self._model.config.attention == "exact" else rows
 
-    def _draw(self) -> dict[int, int]:
-        """Append a token to the answer of each row that goes on; return {answer: token}."""
-        going = [row for row, answer in enumerate(self._rows) if not self._stopped[answer]]
-        ids = [self._samples[self._rows[row]] for row in going]
-        numbers = uniforms(self._key, self._stream, ids, len(self._tokens[self._rows[going[0]]]))
-        logits = self._logits[going]
-        tokens, values = choose(logits, numbers, self._sampling)
-        drawn = {answer: self._tokens[answer][-1] for answer in self._rows if self._stopped[answer]}
-        for row, token, value in zip(going, tokens, values):
-            answer = self._rows[row]
-            self._tokens[answer].append(token)
-            self._values[answer].append(value)
-            self._stopped[answer] = token in self._sampling.stop
-            drawn[answer] = token
-        return drawn
+    def _append(self) -> None:
+        """Append a token to the answer of each row that goes on: the partner's next one, or one that is drawn."""
+        going = [row for row, answer in enumerate(self._rows) if not self._talks[answer].over]
+        written = [row for row in going if self._talks[self._rows[row]].next_written is not None]
+        asked = [row for row in going if row not in written]
+        for row in written:
+            self._talks[self._rows[row]].write()
+        if not asked:
+            return
+        ids = [self._samples[self._rows[row]] for row in asked]
+        numbers = uniforms(self._key, self._stream, ids, [self._talks[self._rows[row]].place for row in asked])
+        tokens, values = choose(self._logits[asked], numbers, self._sampling)
+        for row, token, value in zip(asked, tokens, values):
+            self._talks[self._rows[row]].add(token, value)
 
     def _drop_ended(self) -> None:
         """Leave out ended answers once they are half of the rows."""
-        going = [row for row, answer in enumerate(self._rows) if not self._stopped[answer]]
+        going = [row for row, answer in enumerate(self._rows) if not self._talks[answer].over]
         if len(going) > len(self._rows) // 2 or self._padded(len(going)) == self._padded(len(self._rows)):
             return
         rows = going + [going[0]] * (self._padded(len(going)) - len(going))

@@ -16,11 +16,12 @@ from tidewheel import storage
 from tidewheel.errors import StorageError
 from tidewheel.post import ledger
 from tidewheel.post.advantages import advantages
+from tidewheel.post.episodes import replies
 from tidewheel.post.ledger import StepEntry
 from tidewheel.post.prompts import Prompts, read_prompts
 from tidewheel.shards import growing
 from tidewheel.shards.manifest import ROLLOUTS, Manifest
-from tidewheel.shards.rollouts import RolloutShard, read_shard
+from tidewheel.shards.rollouts import NO_VERSION, RolloutShard, read_shard
 from tidewheel.shards.tokenizer import of_manifest
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.policy.config import RolloutsConfig
@@ -85,13 +86,18 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
                            seed=rollouts.seed, special_tokens=rollouts.special_tokens)
     mismatches = [] if prompts.hash == manifest.recipe_hash else ["the prompts have changed since the run began"]
     first, admitted, dropped = 0, 0, Counter[str]()
+    judges: dict[tuple[str, str], int] = {}  # keys of reward and environment, and the first step that has them
     for step, info in enumerate(manifest.shards, start=1):
         entry = ledger.read(folder, step, info.name)
         mismatches += [f"step {step}: {line}" for line in _entry(entry, first, info.name, rollouts.version_for(step))]
         shard = read_shard(folder, info, manifest)
         mismatches += [f"step {step}: {line}" for line in _groups(entry, shard, prompts, rollouts, manifest)]
+        mismatches += [f"step {step}: {line}" for line in replies(entry, shard, prompts, rollouts, encoder)]
+        judges.setdefault((entry.reward, entry.environment), step)
         first, admitted = entry.next, admitted + len(entry.admitted)
         dropped += entry.reasons()
+    mismatches += [f"step {step}: another reward or environment has judged than before" for step in
+                   sorted(judges.values())[1:]]
     return RolloutAudit(len(manifest.shards), admitted, dropped, first / len(prompts.prompts), tuple(mismatches))
 
 
@@ -124,7 +130,7 @@ def _groups(entry: StepEntry, shard: RolloutShard, prompts: Prompts, rollouts: R
             begin = shard.tokens[1][row]
             if shard.tokens[0][begin:begin + len(prompt.tokens)].tolist() != list(prompt.tokens):
                 yield f"a rollout of {prompt.id!r} begins with another prompt"
-    if np.any(shard.versions[0] != entry.version):
+    if np.any(shard.versions[0] != np.where(shard.learnt[0] == 1, entry.version, NO_VERSION)):
         yield "a token was sampled by another version of the policy than the ledger says"
     planned = advantages(shard.rewards.astype(np.float64).reshape(-1, size).tolist(), rollouts.advantage)
     if not np.allclose(np.array(planned).ravel(), shard.advantages, rtol=1e-4, atol=1e-5):

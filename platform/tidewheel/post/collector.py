@@ -29,6 +29,7 @@ from tidewheel.shards import growing
 from tidewheel.shards.format import rollout_schema, write_shard
 from tidewheel.shards.growing import MOST_WAVES, Growing
 from tidewheel.shards.manifest import GROWING, ROLLOUTS, Manifest
+from tidewheel.shards.rollouts import NO_VERSION
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
 
@@ -147,7 +148,8 @@ class Collector:
                         for position, group in sorted(results.items()) if self._reason(group))
         [info] = [write_shard(self._folder, table_of(groups, self._rollouts.advantage, self._prompts,
                                                      self._known.manifest.token_dtype))]
-        entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped)
+        entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped,
+                          *self._rollouts.judge_keys())
         ledger.write(self._folder, entry)
         self._known = growing.publish(self._folder, self._known, [info], alone=False)
         return entry, list(results.values())
@@ -194,9 +196,9 @@ def table_of(groups: list[Group], kind: str, prompts: Prompts, token_dtype: str)
             columns["sample"].append(sample)
             columns["prompt_length"].append(len(prompt.tokens))
             columns["tokens"].append([*prompt.tokens, *answer.tokens])
-            columns["learnt"].append([1] * len(answer.tokens))
+            columns["learnt"].append(answer.learnt)
             columns["log_probabilities"].append(answer.log_probabilities)
-            columns["versions"].append([group.version] * len(answer.tokens))
+            columns["versions"].append([group.version if learnt else NO_VERSION for learnt in answer.learnt])
             columns["reference"].append([])
             columns["reward"].append(reward)
             columns["advantage"].append(advantage)

@@ -57,7 +57,8 @@ class Generator:
             policy.load(self._run, job.version, self._model)
             self._loaded = job.version.digest
         made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
-                          seed=self._rollouts.seed)
+                          seed=self._rollouts.seed, environment=self._rollouts.environment,
+                          special_tokens=self._rollouts.special_tokens)
         return Group(made.position, made.prompt_id, made.version, made.answers, made.rewards, made.failure, made.detail,
                      time.process_time() - began)
 
@@ -78,11 +79,13 @@ def sampling_of(config: TrainConfig, eos: int) -> Any:
                     precision)
 
 
-def judge_of(config: TrainConfig) -> Judge:
-    """Return what scores answers: the reward, or a process with limits for one of the user's own."""
+def judge_of(config: TrainConfig) -> Judge | None:
+    """Return what scores answers: the reward, or a process with limits for one of the user's own. None: nothing."""
     rollouts = config.rollouts
     assert rollouts is not None
     reward = rollouts.reward
+    if reward is None:
+        return None
     if not is_own(name_of(type(reward))):
         return reward.judge
     return RewardProcess(reward, seconds=rollouts.reward_seconds).judge

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tidewheel.environments.episode.base import Environment
 from tidewheel.inference.group import Answer, Sampling, sample_group
 from tidewheel.models.decoder import Decoder
+from tidewheel.post.episodes import EpisodeFailed, Episodes, seed_of
 from tidewheel.post.policy import Version
 from tidewheel.post.prompts import Prompt
 from tidewheel.rewards.scoring.base import Sample, Scores
@@ -48,32 +50,44 @@ class Group:
         return sum(len(answer.tokens) for answer in self.answers)
 
 
-def make_group(job: Job, model: Decoder, encoder: Encoder, judge: Judge, sampling: Sampling, *, answers: int,
-               seed: int) -> Group:
+def make_group(job: Job, model: Decoder, encoder: Encoder, judge: Judge | None, sampling: Sampling, *, answers: int,
+               seed: int, environment: Environment | None = None, special_tokens: bool = False) -> Group:
     """Return the group of a job.
 
     Args:
         job: the prompt and the version, whose weights `model` has.
         model: the policy.
         encoder: its tokenizer.
-        judge: scores answers, see `Reward.judge`.
+        judge: scores the last turns of answers, see `Reward.judge`; None if the environment's rewards are all.
         sampling: how to sample.
         answers: number of answers.
         seed: of the run's rollouts.
+        environment: the other side of the answers, if they have one.
+        special_tokens: `rollouts.special_tokens`.
     """
-    prompt = job.prompt
-    sampled = sample_group(model, prompt.tokens, range(answers), sampling, key=hash64(seed),
-                           stream=hash64(job.position))
-    texts = [_text(answer, encoder, sampling) for answer in sampled]
-    scores = judge([Sample(prompt.text, text, prompt.reference) for text in texts])
-    name = (job.position, prompt.id, job.version.number)
-    if scores.failures:
-        first = next(iter(scores.failures.values()))
-        return Group(*name, failure=f"reward: {first.reason}", detail=first.detail)
-    return Group(*name, answers=tuple(sampled), rewards=tuple(float(value) for value in scores.values))
+    prompt, name = job.prompt, (job.position, job.prompt.id, job.version.number)
+    rewards, episodes = [0.0] * answers, None
+    try:
+        if environment is not None:
+            episodes = Episodes(environment, prompt, range(answers), seed=seed_of(seed, job.position), encoder=encoder,
+                                special_tokens=special_tokens, most=sampling.tokens)
+            rewards = episodes.rewards
+        sampled = sample_group(model, prompt.tokens, range(answers), sampling, key=hash64(seed),
+                               stream=hash64(job.position), partner=episodes)
+    except EpisodeFailed as error:
+        return Group(*name, failure=f"environment: {error.reason}", detail=error.detail)
+    if judge is not None:
+        scores = judge([Sample(prompt.text, _text(answer, encoder, sampling), prompt.reference) for answer in sampled])
+        if scores.failures:
+            first = next(iter(scores.failures.values()))
+            return Group(*name, failure=f"reward: {first.reason}", detail=first.detail)
+        rewards = [reward + float(value) for reward, value in zip(rewards, scores.values)]
+    return Group(*name, answers=tuple(sampled), rewards=tuple(rewards))
 
 
 def _text(answer: Answer, encoder: Encoder, sampling: Sampling) -> str:
-    """Return the text of an answer without the token that ended it."""
-    tokens = answer.tokens[:-1] if answer.stopped else answer.tokens
+    """Return the text of the last turn of an answer, without the token that ended it."""
+    tokens = answer.tokens[answer.begin:]
+    if tokens and tokens[-1] in sampling.stop:
+        tokens = tokens[:-1]
     return encoder.decode([token for token in tokens if token < encoder.vocabulary_size])

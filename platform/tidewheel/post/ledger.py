@@ -46,6 +46,10 @@ class StepEntry:
     admitted: tuple[int, ...]
     """Positions of the groups that the step trains on, rising."""
     dropped: tuple[Dropped, ...]
+    reward: str = ""
+    """Key of the reward: a hash of its name, version, settings and own source."""
+    environment: str = ""
+    """Key of the environment."""
 
     def reasons(self) -> Counter[str]:
         """Return the number of dropped groups by reason."""
@@ -92,4 +96,5 @@ def read(folder: Store, step: int, shard: str) -> StepEntry:
     dropped = tuple(Dropped(group.number("position"), group.text("prompt_id"), group.text("reason"))
                     for group in fields.groups("dropped"))
     return StepEntry(step, fields.number("first"), fields.number("next"), fields.number("version"),
-                     fields.text("weights"), fields.text("shard"), tuple(fields.numbers("admitted")), dropped)
+                     fields.text("weights"), fields.text("shard"), tuple(fields.numbers("admitted")), dropped,
+                     str(values.get("reward", "")), str(values.get("environment", "")))

@@ -35,7 +35,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "run": config.run_uri + (" (exists: would be resumed)" if run.exists("run.json") else ""),
         "prompts": f"{len(prompts.prompts):,} of {rollouts.prompts}, {epochs:.2f} epochs if no group is dropped",
         "answers": f"{rollouts.group} a prompt, of at most {rollouts.answer_tokens:,} tokens, judged by "
-                   f"{name_of(type(rollouts.reward))}",
+                   f"{' and '.join(name_of(type(part)) for part in rollouts.judging())}",
         "objective": f"{name_of(type(config.objective))}, advantage {rollouts.advantage}",
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",

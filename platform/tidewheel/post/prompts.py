@@ -114,13 +114,20 @@ def _parsed(line: bytes, encoder: Encoder, room: int, special_tokens: bool) -> t
         return None, 'has a "reference" that is neither text nor a number'
     text = values["prompt"]
     name = str(values.get("id") or content_hash(json.dumps([text, reference]).encode())[:24])
-    tokens = _encoded(text, encoder, special_tokens)
+    tokens = encoded(text, encoder, special_tokens)
     if not 1 <= len(tokens) <= room:
         return None, f"has {len(tokens):,} tokens, allowed are 1 to {room:,}"
     return Prompt(name, text, None if reference is None else str(reference), tokens), ""
 
 
-def _encoded(text: str, encoder: Encoder, special_tokens: bool) -> tuple[int, ...]:
+def encoded(text: str, encoder: Encoder, special_tokens: bool) -> tuple[int, ...]:
+    """Return the tokens of a prompt, or of an environment's text.
+
+    Args:
+        text: the text.
+        encoder: the tokenizer.
+        special_tokens: encode special tokens that the text spells out as such.
+    """
     if special_tokens and isinstance(encoder, HuggingFace):
         return tuple(encoder.with_control_tokens.encode(text, add_special_tokens=False).ids)
     return tuple(encoder.encode_plain([text])[0].tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +25,10 @@ class Sampled:
     reward: float
     advantage: float
     text: str
-    pieces: tuple[tuple[str, float], ...]
-    """Each token as text, with its log-probability when it was sampled."""
+    turns: tuple[tuple[str, str], ...]
+    """The text in parts: ("policy", what it wrote) or ("environment", what was replied)."""
+    pieces: tuple[tuple[str, float | None], ...]
+    """Each token as text, with its log-probability when it was sampled; None for the environment's."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,21 @@ def step_rollouts(run_uri: str, step: int = 0) -> tuple[StepEntry, list[SampledG
     for row in rows:
         prompt, answer = row["tokens"][:row["prompt_length"]], row["tokens"][row["prompt_length"]:]
         prompts[row["prompt_id"]] = _text(encoder, prompt)
-        pieces = tuple((_text(encoder, [token]), value) for token, value in zip(answer, row["log_probabilities"]))
+        pieces = tuple((_text(encoder, [token]), value if learnt else None)
+                       for token, value, learnt in zip(answer, row["log_probabilities"], row["learnt"]))
         groups.setdefault(row["prompt_id"], []).append(
-            Sampled(row["sample"], row["reward"], row["advantage"], _text(encoder, answer), pieces))
+            Sampled(row["sample"], row["reward"], row["advantage"], _text(encoder, answer),
+                    _turns(encoder, answer, row["learnt"]), pieces))
     return ledger.read(folder, step, manifest.shards[step - 1].name), [SampledGroup(name, prompts[name], tuple(answers))
                                        for name, answers in groups.items()]
+
+
+def _turns(encoder: Encoder, answer: list[int], learnt: list[int]) -> tuple[tuple[str, str], ...]:
+    """Return the parts of an answer, see `Sampled.turns`."""
+    parts = []
+    for sampled, group in itertools.groupby(zip(answer, learnt), key=lambda pair: pair[1]):
+        parts.append(("policy" if sampled else "environment", _text(encoder, [token for token, _ in group])))
+    return tuple(parts)
 
 
 def _text(encoder: Encoder, tokens: list[int]) -> str:

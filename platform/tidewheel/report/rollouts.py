@@ -46,7 +46,8 @@ def section(log: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any
     if newest:
         blocks += [tag("h3", "Rollouts of the newest step"),
                    *(_group(group) for group in newest[:SHOWN_GROUPS]),
-                   note("The darker a token, the less likely it was when it was sampled.")]
+                   note("The darker a token, the less likely it was when it was sampled. An environment's text is in "
+                        "italics.")]
     return blocks
 
 
@@ -108,6 +109,9 @@ def _answer(answer: Sampled) -> Html:
         if length > SHOWN_CHARACTERS:
             spans.append(tag("span", "…"))
             break
+        if value is None:
+            spans.append(tag("i", printable(text), title="the environment's"))
+            continue
         strength = round(100 * min(1.0, -value / SURPRISING) * 0.6)
         spans.append(tag("span", printable(text), title=f"log p {value:.3f}",
                          style=f"background:color-mix(in srgb, var(--bad) {strength}%, transparent)"))

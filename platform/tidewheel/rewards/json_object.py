@@ -39,13 +39,11 @@ class JsonObject(Reward):
         return Scores([float(self._is_valid(sample.answer)) for sample in batch])
 
     def _is_valid(self, answer: str) -> bool:
-        text = answer.strip(" \t\n\r")
-        if self.fenced and text.startswith(_FENCE) and text.endswith(_FENCE):
-            text = text.removesuffix(_FENCE).partition("\n")[2]
-        if _depth(text) > self.max_depth:  # the parser's own limit depends on who calls it
+        text = without_fence(answer) if self.fenced else answer.strip(" \t\n\r")
+        if depth_of(text) > self.max_depth:  # the parser's own limit depends on who calls it
             return False
         try:  # zeros stand for numbers: converting long ones takes quadratic time, and only the type is asked for
-            value = json.loads(text, parse_int=lambda _: 0, parse_float=lambda _: 0.0, parse_constant=_no_constant)
+            value = json.loads(text, parse_int=lambda _: 0, parse_float=lambda _: 0.0, parse_constant=no_constant)
         except ValueError:
             return False
         if not isinstance(value, dict) or not (self.extra_keys or value.keys() <= self.required.keys()):
@@ -53,7 +51,16 @@ class JsonObject(Reward):
         return all(name in value and type(value[name]) in _TYPES[kind] for name, kind in self.required.items())
 
 
-def _depth(text: str) -> int:
+def without_fence(answer: str) -> str:
+    """Return the text of an answer that is one Markdown block; any other answer without white space at its ends."""
+    text = answer.strip(" \t\n\r")
+    if text.startswith(_FENCE) and text.endswith(_FENCE):
+        return text.removesuffix(_FENCE).partition("\n")[2]
+    return text
+
+
+def depth_of(text: str) -> int:
+    """Return the nesting depth of arrays and objects in a text, also if it is no JSON."""
     depth = deepest = 0
     for token in _TOKEN.finditer(text):
         first = token.group()[0]
@@ -62,5 +69,13 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """Refuse a number that is no JSON.
+
+    Args:
+        name: NaN, Infinity or -Infinity.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(f"{name} is no JSON")

@@ -90,7 +90,7 @@ def rollout_schema(token_dtype: str) -> pa.Schema:
     - tokens: list<token_dtype>, the prompt and the answer, at most the set's sequence_length tokens.
     - learnt: list<uint8>, for each token of the answer 1 if the policy sampled it, 0 if an environment wrote it.
     - log_probabilities: list<float>, of each token of the answer under the policy that sampled it; 0 where not sampled.
-    - versions: list<int32>, version of that policy for each token of the answer.
+    - versions: list<int32>, version of that policy for each token of the answer; -1 where not sampled.
     - reference: list<float>, log-probabilities under the reference model; an empty list if they are not known.
     - reward: float, the rollout's own.
     - advantage: float, what the objective multiplies with.

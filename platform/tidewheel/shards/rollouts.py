@@ -19,6 +19,8 @@ from tidewheel.shards.format import only_batch, rollout_schema, stored_batch
 from tidewheel.shards.manifest import REBUILD, ROLLOUTS, Manifest, ShardInfo
 from tidewheel.shards.opened import OpenedSet, Rows
 
+NO_VERSION = -1
+"""Version of tokens that no policy sampled."""
 OF_ANSWER = ("learnt", "log_probabilities", "versions")
 """Columns with a value for each token of the answer."""
 
@@ -193,7 +195,7 @@ def row_of(set_store: storage.Store, manifest: Manifest, row: int, shown: int | 
     values = read_shard(set_store, info, manifest).batch.slice(inside, 1).to_pylist()[0]
     return {"row": row, "id": f"{info.name}:{inside}", "prompt_id": values["prompt_id"], "sample": values["sample"],
             "prompt_length": values["prompt_length"], "length": len(values["tokens"]), "reward": values["reward"],
-            "advantage": values["advantage"], "versions": sorted(set(values["versions"])),
+            "advantage": values["advantage"], "versions": sorted(set(values["versions"]) - {NO_VERSION}),
             "tokens": values["tokens"][:shown]}
 
 

@@ -387,6 +387,9 @@ class TrainConfig(Config):
                     "guards.non_finite and guards.spike")
         if self.adapter is not None:
             return "rollouts of a model with an adapter are not supported; leave adapter out"
+        if self.reproducible and rollouts.environment is not None and not rollouts.environment.DETERMINISTIC:
+            return (f"reproducible, but the replies of rollouts.environment.kind {name_of(type(rollouts.environment))} "
+                    "do not follow from its seed; nearest legal choice: reproducible false")
         longest = rollouts.sequence_length or self.model.max_sequence_length
         if rollouts.answer_tokens >= longest:
             return (f"rollouts.answer_tokens {rollouts.answer_tokens} leaves no room for a prompt in {longest} tokens; "
@@ -401,7 +404,7 @@ class TrainConfig(Config):
         """Return where the source of each part outside this package is, by the field that holds the part."""
         parts = {name: getattr(self, name) for name in type(self).model_fields}
         if self.rollouts is not None:
-            parts["rollouts.reward"] = self.rollouts.reward
+            parts |= {"rollouts.reward": self.rollouts.reward, "rollouts.environment": self.rollouts.environment}
         codes = {name: Code.of(type(part)) for name, part in parts.items() if isinstance(part, Part)}
         return {name: code for name, code in codes.items() if code is not None}
 
@@ -413,7 +416,7 @@ class TrainConfig(Config):
     def versions(self) -> dict[str, int]:
         """Return {name: version} of the parts that decide the result and of what they use."""
         parts = [getattr(self, name) for name in type(self).model_fields]
-        parts += [] if self.rollouts is None else [self.rollouts.reward]
+        parts += [] if self.rollouts is None else self.rollouts.judging()
         declared = [part.VERSION for part in parts if isinstance(part, Part) and part.VERSION is not None]
         return dict(sorted(item for version in declared for item in version.numbers().items()))
 

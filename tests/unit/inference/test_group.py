@@ -114,6 +114,48 @@ def test_a_single_query_needs_no_copies_of_shared_keys(soft_cap: float | None):
     torch.testing.assert_close(shared, copied)
 
 
+class Ragged:
+    """A partner whose replies have other lengths in each answer and turn."""
+
+    turn_tokens = 4
+
+    def __init__(self, samples: Sequence[int]) -> None:
+        self._samples, self._turns = list(samples), [0] * len(samples)
+
+    def opening(self, answer: int) -> list[int]:
+        return [40 + self._samples[answer] % 3] * (self._samples[answer] % 4)
+
+    def ends(self, turn: Sequence[int]) -> bool:
+        return turn[-1] in (11, 12)
+
+    def reply(self, answer: int, turn: Sequence[int]) -> list[int] | None:
+        self._turns[answer] += 1
+        length = (self._samples[answer] + self._turns[answer]) % 5
+        return None if self._turns[answer] > 4 else [50 + turn[-1] % 7 if turn else 50] * length
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_turns_have_the_bits_of_training_whatever_the_lengths_of_others(decoder: Decoder, precision: Precision):
+    def sampled(samples: Sequence[int]) -> list[Answer]:
+        sampling = Sampling(24, stop=frozenset({3, 5, 7}), precision=precision)
+        return sample_group(decoder, PROMPT, samples, sampling, key=1, stream=2, partner=Ragged(samples))
+
+    whole = sampled(range(12))
+    assert len({len(answer.tokens) for answer in whole}) > 3
+    assert sum(len(answer.written) for answer in whole) > 50
+    assert all(answer.learnt[-1] for answer in whole)
+    for samples in ([5], [7, 3], [11, 4, 0]):
+        assert sampled(samples) == [whole[sample] for sample in samples]
+    for answer in whole:
+        tokens = torch.tensor([PROMPT + answer.tokens])
+        padded = torch.nn.functional.pad(tokens, (0, 48 - tokens.shape[1]), value=1)
+        segments = torch.where(torch.arange(48) < tokens.shape[1], 0, -1)[None]
+        with torch.no_grad(), precision_context(torch.device("cpu"), precision):
+            every = decoder(padded, torch.arange(48)[None], segments).float().log_softmax(-1)[0]
+        values = every[len(PROMPT) - 1:].gather(1, padded[0, len(PROMPT):, None])[:len(answer.tokens), 0].tolist()
+        assert [value if learnt else 0.0 for value, learnt in zip(values, answer.learnt)] == answer.log_probabilities
+
+
 def test_exact_attention_equals_torchs():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 21, 8, requires_grad=True) for heads in (4, 2, 2))

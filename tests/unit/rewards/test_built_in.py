@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import unicodedata
 from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ import tidewheel as tw
 from tidewheel.errors import ConfigError
 from tidewheel.rewards import KIND
 from tidewheel.rewards.exact_match import MARKS_IN_A_ROW
+from tidewheel.rewards.scoring.expressions import value_of
 
 LONG = 500_000
 HOSTILE = {
@@ -33,6 +36,8 @@ REWARDS: dict[str, tw.Reward] = {
     "exact match": tw.rewards.ExactMatch(unicode="NFKC", ignore_case=True, ignore_punctuation=True,
                                          ignore_articles=True),
     "json": tw.rewards.JsonObject(fenced=True), "regex": tw.rewards.Regex(pattern=r"^(a+)+$"),
+    "json schema": tw.rewards.JsonSchema(definition={"type": "array", "items": {"pattern": "^(a+)+$"}}, fenced=True),
+    "arithmetic": tw.rewards.Arithmetic(), "arithmetic behind a mark": tw.rewards.Arithmetic(after="#"),
     "regex with a group": tw.rewards.Regex(pattern=r"^(?P<answer>(?:(?:a|a,|1|1,)+)+)$"),
 }
 words = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -212,3 +217,67 @@ def test_a_score_depends_on_the_sample_alone(batch: list[tuple[str, str | None]]
     alone = [REWARDS[name].judge([sample]) for sample in samples]
     assert [str(scores.values[0]) for scores in alone] == list(map(str, together.values))
     assert {index: scores.failures[0] for index, scores in enumerate(alone) if scores.failures} == together.failures
+
+
+SCHEMA = {"type": "object", "required": ["name", "tags"], "additionalProperties": False, "properties": {
+    "name": {"type": "string", "pattern": "^[a-z]+$"}, "size": {"$ref": "#/$defs/size"},
+    "tags": {"type": "array", "uniqueItems": True}}, "patternProperties": {"^x-": {"type": "null"}},
+    "$defs": {"size": {"type": "integer", "minimum": 1}}}
+
+
+@pytest.mark.parametrize(("answer", "expected"), [
+    ('{"name": "ab", "tags": []}', 1), ('{"name": "ab", "tags": [1, true, "1", [1]], "size": 3}', 1),
+    ('{"name": "ab"}', 0), ('{"name": "A", "tags": []}', 0), ('{"name": "ab", "tags": [1, 1.0]}', 0),
+    ('{"name": "ab", "tags": [{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]}', 0), ('{"name": "ab", "tags": [NaN]}', 0),
+    ('{"name": "ab", "tags": [], "size": 0}', 0), ('{"name": "ab", "tags": [], "x-a": null}', 1),
+    ('{"name": "ab", "tags": [], "x-a": 1}', 0), ('{"name": "ab", "tags": [], "other": 1}', 0),
+    ('{"name": "\\ud800", "tags": []}', 0), ("[]", 0), ("", 0), ("no", 0), ("```\n{}\n```", 0)])
+def test_json_schema_describes_the_answer(answer: str, expected: float):
+    assert score(tw.rewards.JsonSchema(definition=SCHEMA), answer) == expected
+
+
+def test_json_schema_takes_linear_time():
+    reward = tw.rewards.JsonSchema(definition={"uniqueItems": True, "items": {"pattern": "^(a+)+$"}})
+    items = [{"a": number} for number in range(20_000)]
+    assert score(reward, json.dumps(items)) == 1
+    assert score(reward, json.dumps([*items, "a" * 100_000 + "!"])) == 0
+
+
+@pytest.mark.parametrize(("definition", "message"), [
+    ({"type": "text"}, "no JSON schema: .*text.* in type"), ({"pattern": "a(?=b)"}, "no look-around"),
+    ({"patternProperties": {"a(?=b)": {}}}, "RE2"),
+    ({"items": {"$ref": "https://example.org/x"}}, "nothing is fetched")])
+def test_a_schema_that_cannot_be_used_is_refused(definition: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        tw.rewards.JsonSchema(definition=definition)
+
+
+@pytest.mark.parametrize(("options", "answer", "reference", "expected"), [
+    ({}, "42", "42", 1), ({}, "6*7", "42", 1), ({}, "(1 + 2) * -3 / 4", "-2.25", 1), ({}, "1/3", "2/6", 1),
+    ({}, "0.333", "1/3", 0), ({"tolerance": 1e-3}, "0.333", "1/3", 1), ({}, "6 × 7 − 2", "40", 1), ({}, "1/0", "1", 0),
+    ({}, "2**3", "8", 0), ({}, "__import__('os')", "1", 0), ({}, "", "0", 0), ({}, "1 2", "12", 0), ({}, "(1", "1", 0),
+    ({}, "1)", "1", 0), ({}, "--1", "1", 1), ({}, "(" * 30 + "1" + ")" * 30, "1", 1),
+    ({}, "(" * 60 + "1" + ")" * 60, "1", 0), ({}, "1+" * 300 + "1", "301", 0), ({}, "1e3", "1000", 0),
+    ({"after": "="}, "so 6*7 = 42\nyes", "42", 1), ({"after": "="}, "42", "42", 0),
+    ({"numbers": True}, "8/(3-8/3)", "24: 3 3 8 8", 1), ({"numbers": True}, "3*8", "24: 3 3 8 8", 0),
+    ({"numbers": True}, "24", "24: 3 3 8 8", 0), ({"numbers": True}, "8*3+3-3", "24: 3 3 8", 0)])
+def test_arithmetic_compares_exact_values(options: dict[str, object], answer: str, reference: str, expected: float):
+    assert score(KIND.build("arithmetic", options), answer, reference) == expected
+
+
+@pytest.mark.parametrize(("options", "reference"), [({}, "x"), ({}, "1/0"), ({"numbers": True}, "24"),
+                                                    ({"numbers": True}, "24: 3 x"), ({"numbers": True}, "3 3")])
+def test_arithmetic_needs_a_reference_with_a_value(options: dict[str, bool], reference: str):
+    assert reason(KIND.build("arithmetic", options), "1", reference) == "unusable_reference"
+
+
+@words
+@given(st.recursive(st.integers(0, 99).map(str), lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(
+    lambda parts: f"({parts[0]} {parts[1]} {parts[2]})"), max_leaves=6))
+def test_arithmetic_has_the_values_of_python(expression: str):
+    exact = re.sub(r"([0-9]+)", r"Fraction(\1)", expression)
+    try:
+        expected = eval(exact, {"Fraction": Fraction})
+    except ZeroDivisionError:
+        expected = None
+    assert value_of(expression) == expected

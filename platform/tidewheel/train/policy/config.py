@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from tidewheel import rewards
+from tidewheel import environments, rewards
 from tidewheel.config import Config
+from tidewheel.environments.episode.base import Environment
 from tidewheel.parts import Chosen
 from tidewheel.placement import PlacementConfig
 from tidewheel.rewards.scoring.base import Reward
 
 ChosenReward = Annotated[Reward, Chosen(rewards.KIND)]
+ChosenEnvironment = Annotated[Environment, Chosen(environments.KIND)]
 
 
 class GeneratorsConfig(Config):
@@ -47,8 +49,11 @@ class RolloutsConfig(Config):
     """File of the tokenizer; default: that of the run or imported model in `model.init_from`."""
     special_tokens: bool = False
     """Encode special tokens that prompts spell out ("<|im_start|>") as such."""
-    reward: ChosenReward
-    """Judges answers: settings of the reward whose name is in `kind`."""
+    reward: ChosenReward | None = None
+    """Judges answers: settings of the reward whose name is in `kind`. With an environment it judges the last turn, is
+    added to the environment's rewards, and may be left out."""
+    environment: ChosenEnvironment | None = None
+    """The other side of answers of several turns: settings of the environment whose name is in `kind`."""
     reward_seconds: int = Field(default=10, ge=1)
     """Processor time to judge one answer; an answer that needs more has no reward."""
     group: int = Field(default=8, ge=1, le=1024)
@@ -56,7 +61,7 @@ class RolloutsConfig(Config):
     sequence_length: int = Field(default=0, ge=0)
     """Most tokens of a prompt with an answer; 0: `model.max_sequence_length`."""
     answer_tokens: int = Field(default=256, ge=1)
-    """Most tokens of an answer."""
+    """Most tokens of an answer, with those of an environment."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits."""
     top_k: int = Field(default=0, ge=0)
@@ -90,7 +95,18 @@ class RolloutsConfig(Config):
         if self.resample and self.group < 2:
             raise ValueError("resample drops groups whose rewards are equal, but a group is one answer; nearest legal "
                              "choice: resample false")
+        if self.reward is None and self.environment is None:
+            raise ValueError("reward: what judges the answers? Name a reward, or an environment that gives rewards")
         return self
+
+    def judging(self) -> tuple[Reward | Environment, ...]:
+        """Return the parts that rewards follow from."""
+        return tuple(part for part in (self.reward, self.environment) if part is not None)
+
+    def judge_keys(self) -> tuple[str, str]:
+        """Return the keys of the reward and the environment, "" for one that is not there."""
+        return (self.reward.key() if self.reward is not None else "",
+                self.environment.key() if self.environment is not None else "")
 
     def version_for(self, step: int) -> int:
         """Return the step after which the policy samples the rollouts of `step`; 0: before the first."""
