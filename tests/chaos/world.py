@@ -144,11 +144,18 @@ class World:
     # -- the state -------------------------------------------------------------------------------
     def trainers(self) -> dict[int, NodeHandle]:
         """Return the process ids of the training workers and their nodes."""
+        return self._processes("RayTrainWorker")
+
+    def generators(self) -> dict[int, NodeHandle]:
+        """Return the process ids of the generators of rollouts and their nodes."""
+        return self._processes("ray::Generator")
+
+    def _processes(self, title: str) -> dict[int, NodeHandle]:
         raylets = {node.pid: node for node in self.cluster.nodes}
         workers = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                if "RayTrainWorker" not in (entry / "cmdline").read_text():
+                if title not in (entry / "cmdline").read_text():
                     continue
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if parent in raylets:
