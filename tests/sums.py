@@ -1,4 +1,4 @@
-"""A small arithmetic task: a model reads sums of which half are wrong, then reinforcement learning teaches it right ones.
+"""A small arithmetic task: a model reads sums of which half are wrong, then learns right ones by reinforcement.
 
 The text, the prompts and the shard set are the same for the same arguments, and need no Ray.
 """
@@ -123,7 +123,8 @@ def sums_run(folder: Path, run: str, base: str, steps: int, *overrides: str) -> 
     return build(TrainConfig, {
         "run": {"id": run, "uri": str(folder / "runs")}, "steps": steps, "reproducible": True,
         "model": {**MODEL, "attention": "exact", "init_from": base}, "objective": {"kind": "grpo"},
-        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.0}, "schedule": {"warmup_steps": 2, "final_fraction": 1.0},
+        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.0},
+        "schedule": {"warmup_steps": 2, "final_fraction": 1.0},
         "batch": {"global_sequences": 32, "micro_sequences": 8, "virtual_ranks": 4, "pad_to_multiple_of": 16},
         "rollouts": {"prompts": str(folder / "prompts.jsonl"), "reward": {"kind": "exact_match"}, "group": 4,
                      "answer_tokens": 4, "most_failed_fraction": 0.5},

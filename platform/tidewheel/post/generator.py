@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,13 @@ from tidewheel.post import policy
 from tidewheel.post.groups import Group, Job, Judge, make_group
 from tidewheel.rewards.scoring.process import RewardProcess
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.storage_wait import StorageWait, limit_of
+
+logger = logging.getLogger(__name__)
 
 
 class Generator:
-    """Samples and judges groups for a run.
+    """Samples and judges groups for a run. It waits for storage that is unavailable, as training does.
 
     Args:
         config: the run's settings, as JSON values with absolute URIs.
@@ -39,7 +43,8 @@ class Generator:
         if device == "cpu":
             torch.set_num_threads(max(1, int(self._rollouts.generators.cpus)))
         self._run = storage.store(settings.run_uri)
-        self._encoder = of_manifest(storage.store(settings.data.uri), tokenizer)
+        self._wait = StorageWait(limit_of(settings), lambda kind, **detail: logger.warning("%s: %s", kind, detail))
+        self._encoder = self._wait(lambda: of_manifest(storage.store(settings.data.uri), tokenizer))
         self._model = policy.empty(settings.model, vocabulary_size, device)
         self._sampling = sampling_of(settings, self._encoder.eos)
         self._judge = judge_of(settings)
@@ -54,7 +59,7 @@ class Generator:
         began = time.process_time()
         if job.version.digest != self._loaded:
             self._loaded = ""
-            policy.load(self._run, job.version, self._model)
+            self._wait(lambda: policy.load(self._run, job.version, self._model))
             self._loaded = job.version.digest
         made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
                           seed=self._rollouts.seed)

@@ -27,6 +27,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.growth import FAILED
 from tidewheel.train.record import recorded_source
 from tidewheel.train.run import Run
+from tidewheel.train.storage_wait import StorageWait, limit_of
 
 logger = logging.getLogger(__name__)
 JOIN_SECONDS = 10.0
@@ -98,6 +99,7 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     pool = make_pool((config.canonical(), code, prepared.tokenizer, prepared.vocabulary_size), config, record)
     ended = threading.Event()
     collector = Collector(config, prepared.prompts, known, pool, ended=ended,
+                          retry=StorageWait(limit_of(config), record),
                           on_step=lambda entry, groups, seconds: record("step", **figures(entry, groups, seconds)))
     thread = threading.Thread(target=_collect, args=(collector, run, ended), name="rollouts", daemon=True)
     thread.start()

@@ -14,9 +14,12 @@ import pytest
 from tests.unit.post.runs import inline, logged, rollout_run
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
-from tidewheel.errors import ShardError
+from tidewheel.errors import ShardError, StorageAwayError
+from tidewheel.post import policy
 from tidewheel.post.pool import LocalPool
+from tidewheel.shards import growing
 from tidewheel.stopping import Stop, Stopped
+from tidewheel.train import growth, storage_wait
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
@@ -86,3 +89,30 @@ def test_killed_generators_change_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_failing_reward_ends_the_run_with_its_reason(tmp_path: Path):
     with pytest.raises(ShardError, match=r"groups of step 1 failed.*reward: no_reference"):
         trainer.fit_local(rollout_run(tmp_path, "run", "rollouts.reward={kind: exact_match}"))
+
+
+def test_rollouts_wait_for_storage_that_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The generator, the collector and the trainer's look for a wave meet an outage each."""
+    def once(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        calls: list[int] = []
+
+        def flaky(*arguments: Any, **named: Any) -> Any:
+            calls.append(0)
+            if len(calls) == 2:
+                away.append(name)
+                raise StorageAwayError("the store does not answer", where="s3://x", fix="wait until it is back")
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(module, name, flaky)
+
+    trainer.fit_local(rollout_run(tmp_path, "whole", "steps=2"))
+    away: list[str] = []
+    monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
+    once(policy, "load")
+    once(growing, "publish")
+    once(growth.Growth, "_check_writer")
+    trainer.fit_local(rollout_run(tmp_path, "outages", "steps=2"))
+    assert sorted(away) == ["_check_writer", "load", "publish"]
+    assert parameters(tmp_path, "outages") == parameters(tmp_path, "whole")
+    assert "storage_away" in [record["kind"] for record in logged(tmp_path, "outages", "rollouts.jsonl")]
