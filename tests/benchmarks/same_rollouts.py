@@ -2,9 +2,8 @@
 
     python -m tests.benchmarks.same_rollouts [--generators 1 2 3] [--workers 1 2 4] [--steps 12] [--look-ahead 1]
 
-Each run trains the same base model on sums, on one cluster whose nodes have a CPU each. In a run with kills, a generator
-and a training worker get SIGKILL at once after a third of the steps, and each number of workers is met at least once.
-The exit code is 1 unless the parameters and the rollouts of every step have the same bits in all runs, which also are
+Each run trains the same base model on sums, on one cluster whose nodes have a CPU each. In a run with kills, a
+generator and a training worker get SIGKILL at once after a third of the steps. The exit code is 1 unless the parameters and the rollouts of every step have the same bits in all runs, which also are
 those of a process without Ray, and all kills came in time.
 """
 
@@ -42,7 +41,7 @@ SPARE = 1
 
 
 def outcome(config: TrainConfig) -> dict[str, Any]:
-    """Return what a run that is over has made: hashes of its parameters and rollouts, and whether its audit is clean."""
+    """Return hashes of the parameters and the rollouts of a run that is over, and whether its audit is clean."""
     proof = audit_rollouts(config.run_uri)
     assert proof is not None
     return {"SHA-256 of the parameters": digest(config.run_uri).groups["model"],
