@@ -8,7 +8,7 @@ the event until ten steps later, with as many processes as before where they com
 steps. Lost rollouts are prompts that no step has trained on or dropped by name. The exit code is 1 if one is lost, or
 an event takes more than 1.5 s; other programs' use of the CPU lengthens the limit in proportion.
 
-With --trl, TRL's GRPO on the same task is killed in step 17 and started again at once, with checkpoints every ten steps.
+With --trl, TRL's GRPO on the same task is killed after step 17 and started again at once. It saves every ten steps.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def recovery(folder: Path, rounds: int) -> int:
             for event, took in seconds.items()]
     print_table(rows, title=f"longest time without a step; limit {limit:.1f} s")
     lost = counted.skipped + counted.doubled + counted.failed_in_a_loss
-    print(f"{proof.summary()}\n{counted.positions} prompts taken, {counted.skipped} skipped, {counted.doubled} doubled, "
+    print(proof.summary())
+    print(f"{counted.positions} prompts taken, {counted.skipped} skipped, {counted.doubled} doubled, "
           f"{counted.failed_in_a_loss} failed rollouts in a loss")
     return int(lost > 0 or not proof.ok or any(row[""] for row in rows))
 

@@ -3,8 +3,9 @@
     python -m tests.benchmarks.same_rollouts [--generators 1 2 3] [--workers 1 2 4] [--steps 12] [--look-ahead 1]
 
 Each run trains the same base model on sums, on one cluster whose nodes have a CPU each. In a run with kills, a
-generator and a training worker get SIGKILL at once after a third of the steps. The exit code is 1 unless the parameters and the rollouts of every step have the same bits in all runs, which also are
-those of a process without Ray, and all kills came in time.
+generator and a training worker get SIGKILL at once after a third of the steps. The exit code is 1 unless the parameters
+and the rollouts of every step have the same bits in all runs, which also are those of a process without Ray, and all
+kills came in time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.trl_grpo FOLDER STEPS.jsonl
 
-It trains until it is killed. FOLDER has the model, exported to Hugging Face's format, and the prompts of `tests.sums`. It continues from the newest
-checkpoint there. STEPS.jsonl gets a line for each step.
+It trains until it is killed, from the newest checkpoint in FOLDER, which also has the model, exported to Hugging Face's
+format, and the prompts of `tests.sums`. STEPS.jsonl gets a line for each step.
 """
 
 from __future__ import annotations
