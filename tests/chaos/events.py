@@ -103,14 +103,14 @@ def kill_during_recovery(world: World, rng: random.Random) -> str:
     return f"{first}, then {kill_worker(world, rng)}"
 
 
-def kill_during_save(world: World, rng: random.Random) -> str:
-    """Kill a worker while a checkpoint has files and no manifest yet."""
+def kill_during_save(world: World, rng: random.Random, seconds: float = 3 * SAVE_EVERY) -> str:
+    """Kill a worker while a checkpoint has files and no manifest yet, or after `seconds`."""
     checkpoints = Path(world.config.run_uri, "checkpoints")
 
     def saving() -> bool:
         return any(not (folder / "manifest.json").exists() for folder in checkpoints.glob("step_*"))
 
-    caught = world.wait_for(saving, 3 * SAVE_EVERY)
+    caught = world.wait_for(saving, seconds)
     return f"{kill_worker(world, rng)}, {'during a save' if caught else 'no save was seen'}"
 
 

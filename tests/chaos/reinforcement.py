@@ -50,7 +50,7 @@ from tidewheel.shards.tokenizer import of_manifest
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
-BASE_STEPS, UNJUDGED = 60, 4
+BASE_STEPS, UNJUDGED = 150, 4
 STEPS_A_KILL, FIRST_STEP = 3, 4
 PATIENCE = 300.0
 """Seconds that the run may take to train on after an event, however busy the machine is."""
@@ -222,7 +222,8 @@ def run(folder: Path, *, kills: int, seed: int, seconds: float, nodes: int = 4, 
     fit_local(alone)
     print(f"undisturbed, in one process and a generator: {steps} steps in {time.time() - began:.0f} s", flush=True)
     config = sums_run(folder, "disturbed", base, steps, *settings, "elastic.max_workers=2",
-                      "rollouts.generators.lease_seconds=10", "rollouts.generators.most_tries=20")
+                      "rollouts.generators.lease_seconds=10", "rollouts.generators.most_tries=20",
+                      f"checkpoint.every_steps={STEPS_A_KILL}")
     gate, hurry = folder / "gate", folder / "hurry"
     hurry.unlink(missing_ok=True)
     open_until(gate, FIRST_STEP)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 import signal
 
+from tests.chaos import events
 from tests.chaos.events import EVENTS, Event, later, send
 from tests.chaos.world import World
+
+SAVE_SECONDS = 10.0
+"""Longest wait for a save: the run trains only a few steps for each event."""
 
 
 def kill_generator(world: World, rng: random.Random) -> str:
@@ -38,6 +42,10 @@ def kill_both(world: World, rng: random.Random) -> str:
     return f"{_kill(sorted(world.generators()), rng, 1)}, workers: {_kill(workers, rng, 1)}"
 
 
+def kill_during_save(world: World, rng: random.Random) -> str:
+    return events.kill_during_save(world, rng, SAVE_SECONDS)
+
+
 def _kill(pids: list[int], rng: random.Random, count: int) -> str:
     victims = rng.sample(pids, min(count, len(pids)))
     for pid in victims:
@@ -47,4 +55,4 @@ def _kill(pids: list[int], rng: random.Random, count: int) -> str:
 
 ROLLOUT_EVENTS: dict[str, Event] = {
     **EVENTS, **{function.__name__: function for function in (
-        kill_generator, kill_generators, stop_generator, kill_both)}}
+        kill_generator, kill_generators, stop_generator, kill_both, kill_during_save)}}
