@@ -1,6 +1,6 @@
 """Teach a model sums by GRPO, and measure it on held-out sums before and after, beside TRL's GRPO, with five seeds.
 
-    python -m tests.benchmarks.teach_sums [--seeds 5] [--base-steps 150] [--steps 40] [--ours-only]
+    python -m tests.benchmarks.teach_sums [--seeds 5] [--base-steps 300] [--steps 40] [--ours-only]
 
 A seed decides the text, its base model, which 20 of the 100 sums are held out of the prompts, and all draws. The base
 trains on text in which half of the sums are wrong. Both sides then start from it, TRL from its export to Hugging Face's
@@ -38,7 +38,7 @@ from tidewheel.elastic.trainer import fit_local
 from tidewheel.inference.writer import Writer
 from tidewheel.post.ledger import LOG
 
-GROUPS, ANSWERS, ANSWER_TOKENS, RATE = 16, 8, 4, 1e-3
+GROUPS, ANSWERS, ANSWER_TOKENS, RATE = 16, 8, 4, 3e-4
 CURVE = 5
 """Steps whose mean reward is a point of the curve."""
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -160,7 +160,7 @@ def main() -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--base-steps", type=int, default=150)
+    parser.add_argument("--base-steps", type=int, default=300)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ours-only", action="store_true")
     options = parser.parse_args()

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -25,13 +26,13 @@ from tidewheel.post.ledger import EQUAL, Dropped, StepEntry
 from tidewheel.post.policy import Version, wait_for
 from tidewheel.post.pool import Pool
 from tidewheel.post.prompts import Prompts
+from tidewheel.post.waiting import patiently
 from tidewheel.shards import growing
 from tidewheel.shards.format import rollout_schema, write_shard
 from tidewheel.shards.growing import MOST_WAVES, Growing
 from tidewheel.shards.manifest import GROWING, ROLLOUTS, Manifest
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.storage_wait import StorageWait
 
 logger = logging.getLogger(__name__)
 LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS = 0.02, 1.0
@@ -88,16 +89,14 @@ class Collector:
         pool: samples and judges groups.
         on_step: told of each step that is done: its entry, its groups, and the seconds it took.
         ended: ends the work.
-        retry: waits for storage; by default its errors are raised at once.
     """
 
     def __init__(self, config: TrainConfig, prompts: Prompts, known: Growing, pool: Pool, *, on_step: OnStep,
-                 ended: threading.Event, retry: StorageWait | None = None) -> None:
+                 ended: threading.Event) -> None:
         assert config.rollouts is not None
         self._config, self._rollouts = config, config.rollouts
         self._prompts, self._known, self._pool = prompts, known, pool
         self._on_step, self._ended = on_step, ended
-        self._retry = retry or StorageWait(0.0, lambda *_, **__: None)
         self._run, self._folder = storage.store(config.run_uri), storage.store(config.data.uri)
         self._stages = config.parallel.pipeline
         self._poll = REMOTE_POLL_SECONDS if storage.is_remote(config.run_uri) else LOCAL_POLL_SECONDS
@@ -110,16 +109,14 @@ class Collector:
         OwnershipError: another driver has written a wave meanwhile.
         """
         done = len(self._known.manifest.waves)
-        shards = self._known.manifest.shards
-        first = self._retry(lambda: ledger.read(self._folder, done, shards[-1].name)).next if done else 0
+        first = ledger.read(self._folder, done, self._known.manifest.shards[-1].name).next if done else 0
         for step in range(done + 1, self._config.steps + 1):
             number = self._rollouts.version_for(step)
-            version = self._retry(lambda number=number: wait_for(  # type: ignore[misc]
-                self._run, number, self._stages, poll=self._poll, ended=self._ended))
+            version = wait_for(self._run, number, self._stages, poll=self._poll, ended=self._ended)
             if version is None:
                 return
             began = time.monotonic()
-            collected = self._step(step, first, version)
+            collected = patiently(partial(self._step, step, first, version), self._config, self._ended)
             if collected is None:
                 return
             entry, groups = collected
@@ -150,16 +147,12 @@ class Collector:
         groups = [results[position] for position in admitted]
         dropped = tuple(Dropped(position, group.prompt_id, self._reason(group))
                         for position, group in sorted(results.items()) if self._reason(group))
-        table = table_of(groups, self._rollouts.advantage, self._prompts, self._known.manifest.token_dtype)
-
-        def write() -> StepEntry:  # a second try writes the same bytes
-            info = write_shard(self._folder, table)
-            entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped)
-            ledger.write(self._folder, entry)
-            self._known = growing.publish(self._folder, self._known, [info], alone=False)
-            return entry
-
-        return self._retry(write), list(results.values())
+        [info] = [write_shard(self._folder, table_of(groups, self._rollouts.advantage, self._prompts,
+                                                     self._known.manifest.token_dtype))]
+        entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped)
+        ledger.write(self._folder, entry)
+        self._known = growing.publish(self._folder, self._known, [info], alone=False)
+        return entry, list(results.values())
 
     def _reason(self, group: Group) -> str:
         """Return why a group is dropped, "" if it is not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +10,13 @@ from tidewheel import storage
 from tidewheel.parts import Code, is_own, name_of
 from tidewheel.post import policy
 from tidewheel.post.groups import Group, Job, Judge, make_group
+from tidewheel.post.waiting import patiently
 from tidewheel.rewards.scoring.process import RewardProcess
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.storage_wait import StorageWait, limit_of
-
-logger = logging.getLogger(__name__)
 
 
 class Generator:
-    """Samples and judges groups for a run. It waits for storage that is unavailable, as training does.
+    """Samples and judges groups for a run.
 
     Args:
         config: the run's settings, as JSON values with absolute URIs.
@@ -31,20 +28,22 @@ class Generator:
 
     def __init__(self, config: Mapping[str, Any], code: Sequence[Mapping[str, Any]], tokenizer: Mapping[str, Any],
                  vocabulary_size: int, device: str = "cpu") -> None:
+        for its in code:
+            Code(**its).load()
+        settings = TrainConfig.model_validate(config)
+        patiently(lambda: self._open(settings, tokenizer, vocabulary_size, device), settings)
+
+    def _open(self, settings: TrainConfig, tokenizer: Mapping[str, Any], vocabulary_size: int, device: str) -> None:
         import torch
 
         from tidewheel.shards.tokenizer import of_manifest
 
-        for its in code:
-            Code(**its).load()
-        settings = TrainConfig.model_validate(config)
         assert settings.rollouts is not None
         self._settings, self._rollouts = settings, settings.rollouts
         if device == "cpu":
             torch.set_num_threads(max(1, int(self._rollouts.generators.cpus)))
         self._run = storage.store(settings.run_uri)
-        self._wait = StorageWait(limit_of(settings), lambda kind, **detail: logger.warning("%s: %s", kind, detail))
-        self._encoder = self._wait(lambda: of_manifest(storage.store(settings.data.uri), tokenizer))
+        self._encoder = of_manifest(storage.store(settings.data.uri), tokenizer)
         self._model = policy.empty(settings.model, vocabulary_size, device)
         self._sampling = sampling_of(settings, self._encoder.eos)
         self._judge = judge_of(settings)
@@ -56,10 +55,13 @@ class Generator:
         Raises:
             CheckpointError: the job's version of the policy is missing or damaged.
         """
+        return patiently(lambda: self._make(job), self._settings)
+
+    def _make(self, job: Job) -> Group:
         began = time.process_time()
         if job.version.digest != self._loaded:
             self._loaded = ""
-            self._wait(lambda: policy.load(self._run, job.version, self._model))
+            policy.load(self._run, job.version, self._model)
             self._loaded = job.version.digest
         made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
                           seed=self._rollouts.seed)

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from tests.unit.post.runs import inline, logged, rollout_run
+from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
 from tidewheel.errors import ShardError, StorageAwayError
-from tidewheel.post import policy
+from tidewheel.post import policy, waiting
 from tidewheel.post.pool import LocalPool
 from tidewheel.shards import growing
 from tidewheel.stopping import Stop, Stopped
-from tidewheel.train import growth, storage_wait
+from tidewheel.train import growth
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
@@ -92,7 +93,7 @@ def test_a_failing_reward_ends_the_run_with_its_reason(tmp_path: Path):
 
 
 def test_rollouts_wait_for_storage_that_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The generator, the collector and the trainer's look for a wave meet an outage each."""
+    """The generator, the collector, its look for a policy and the trainer's look for a wave meet an outage each."""
     def once(module: Any, name: str) -> None:
         function = getattr(module, name)
         calls: list[int] = []
@@ -108,11 +109,20 @@ def test_rollouts_wait_for_storage_that_is_unavailable(tmp_path: Path, monkeypat
 
     trainer.fit_local(rollout_run(tmp_path, "whole", "steps=2"))
     away: list[str] = []
-    monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "PAUSE_SECONDS", 0.01)
     once(policy, "load")
+    once(policy, "published")
     once(growing, "publish")
     once(growth.Growth, "_check_writer")
     trainer.fit_local(rollout_run(tmp_path, "outages", "steps=2"))
-    assert sorted(away) == ["_check_writer", "load", "publish"]
+    assert sorted(away) == ["_check_writer", "load", "publish", "published"]
     assert parameters(tmp_path, "outages") == parameters(tmp_path, "whole")
-    assert "storage_away" in [record["kind"] for record in logged(tmp_path, "outages", "rollouts.jsonl")]
+
+
+def test_a_policy_that_storage_does_not_give_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def away(*_: Any) -> Any:
+        raise StorageAwayError("the store does not answer", where="s3://x", fix="wait until it is back")
+
+    monkeypatch.setattr(storage.LocalStore, "read_json", away)
+    with pytest.raises(StorageAwayError):
+        policy.published(storage.store(tmp_path), 0, 1)
