@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -116,7 +115,7 @@ class Collector:
             if version is None:
                 return
             began = time.monotonic()
-            collected = patiently(partial(self._step, step, first, version), self._config, self._ended)
+            collected = patiently(lambda: self._step(step, first, version), self._config, self._ended)  # noqa: B023
             if collected is None:
                 return
             entry, groups = collected
