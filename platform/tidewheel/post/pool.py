@@ -22,11 +22,11 @@ from tidewheel.post.groups import Group, Job
 from tidewheel.train.policy.config import GeneratorsConfig
 
 logger = logging.getLogger(__name__)
+START_SECONDS = 600.0
+"""Processes that have returned no group yet may take this long, if a lease is shorter: they import and load first."""
 OnEvent = Callable[..., None]
 ERROR_CHARACTERS = 600
 """Of an error's text, its end."""
-START_SECONDS = 600.0
-"""Processes that have returned no group yet may take this long, if a lease is shorter: they import and load first."""
 LOST = "lost"
 """Reason of a group that has ended too many processes."""
 
