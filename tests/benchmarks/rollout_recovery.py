@@ -126,7 +126,7 @@ def events(world: World, name: str, processes: Processes, rng: random.Random) ->
 def recovery(folder: Path, rounds: int) -> int:
     """Measure Tidewheel, print the table, and return the exit code."""
     base = train_base(folder, BASE_STEPS)
-    config = sums_run(folder, "recovery", base, 100_000, "rollouts.look_ahead=1", "rollouts.generators.processes=2",
+    config = sums_run(folder, "recovery", base, 20_000, "rollouts.look_ahead=1", "rollouts.generators.processes=2",
                       "elastic.max_workers=2", "checkpoint.every_steps=1000")
     seconds: dict[str, list[float]] = {}
     rng = random.Random(0)

@@ -36,7 +36,7 @@ from tidewheel.post.ledger import LOG
 from tidewheel.storage import content_hash
 from tidewheel.train.config import TrainConfig
 
-BASE_STEPS, UNJUDGED = 150, 4
+BASE_STEPS, UNJUDGED = 60, 4
 SPARE = 1
 """Nodes more than the largest run needs, on which its lost processes start again."""
 

@@ -50,7 +50,7 @@ from tidewheel.shards.tokenizer import of_manifest
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
-BASE_STEPS, UNJUDGED = 150, 4
+BASE_STEPS, UNJUDGED = 60, 4
 STEPS_A_KILL, FIRST_STEP = 3, 4
 PATIENCE = 300.0
 """Seconds that the run may take to train on after an event, however busy the machine is."""
