@@ -126,3 +126,21 @@ def test_a_policy_that_storage_does_not_give_is_not_damaged(tmp_path: Path, monk
     monkeypatch.setattr(storage.LocalStore, "read_json", away)
     with pytest.raises(StorageAwayError):
         policy.published(storage.store(tmp_path), 0, 1)
+
+
+def test_patience_with_storage_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(waiting, "PAUSE_SECONDS", 0.01)
+    config = rollout_run(tmp_path, "run", "checkpoint.max_failed_saves=1", "checkpoint.retry_seconds=0.05")
+    tries: list[int] = []
+
+    def away() -> None:
+        tries.append(0)
+        raise StorageAwayError("the store does not answer", where="s3://x", fix="wait until it is back")
+
+    with pytest.raises(StorageAwayError):
+        waiting.patiently(away, config)
+    assert len(tries) > 1
+    ended = threading.Event()
+    ended.set()
+    with pytest.raises(StorageAwayError):
+        waiting.patiently(away, rollout_run(tmp_path, "run", "checkpoint.max_failed_saves=0"), ended)
