@@ -16,7 +16,7 @@ from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
 from tidewheel.errors import ShardError, StorageAwayError
-from tidewheel.post import policy, waiting
+from tidewheel.post import ledger, policy, waiting
 from tidewheel.post.pool import LocalPool
 from tidewheel.shards import growing
 from tidewheel.stopping import Stop, Stopped
@@ -119,13 +119,15 @@ def test_rollouts_wait_for_storage_that_is_unavailable(tmp_path: Path, monkeypat
     assert parameters(tmp_path, "outages") == parameters(tmp_path, "whole")
 
 
-def test_a_policy_that_storage_does_not_give_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_storage_does_not_give_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def away(*_: Any) -> Any:
         raise StorageAwayError("the store does not answer", where="s3://x", fix="wait until it is back")
 
     monkeypatch.setattr(storage.LocalStore, "read_json", away)
     with pytest.raises(StorageAwayError):
         policy.published(storage.store(tmp_path), 0, 1)
+    with pytest.raises(StorageAwayError):
+        ledger.read(storage.store(tmp_path), 1, "0" * 64)
 
 
 def test_patience_with_storage_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
