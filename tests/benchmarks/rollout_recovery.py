@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ def measured(world: World, action: Callable[[], object], settled: Callable[[], b
     return timeline.gap(since)
 
 
-def events(world: World, name: str, processes: Processes, rng: random.Random) -> list[tuple[str, float]]:
-    """Disturb the processes of one kind; return the events and their seconds.
+def events(world: World, name: str, processes: Processes, rng: random.Random) -> Iterator[tuple[str, float]]:
+    """Disturb the processes of one kind; yield each event and its seconds.
 
     Args:
         world: the cluster and the run.
@@ -115,12 +115,11 @@ def events(world: World, name: str, processes: Processes, rng: random.Random) ->
         world.cluster.kill_node(node)
 
     wait(world, f"second {name}", whole)
-    return [
-        (f"{name} killed, and replaced", measured(world, kill, whole)),
-        (f"node of a {name} killed", measured(world, kill_node, alone)),
-        (f"node joins, with a new {name}", measured(world, world.cluster.add_node, whole)),
-        (f"node of a {name} drained", measured(world, drain, alone)),
-        (f"node joins, with a new {name}", measured(world, world.cluster.add_node, whole))]
+    yield f"{name} killed, and replaced", measured(world, kill, whole)
+    yield f"node of a {name} killed", measured(world, kill_node, alone)
+    yield f"node joins, with a new {name}", measured(world, world.cluster.add_node, whole)
+    yield f"node of a {name} drained", measured(world, drain, alone)
+    yield f"node joins, with a new {name}", measured(world, world.cluster.add_node, whole)
 
 
 def recovery(folder: Path, rounds: int) -> int:
