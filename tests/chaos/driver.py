@@ -5,6 +5,8 @@ variables request:
 
 CHAOS_STEP_SECONDS      seconds added to each step, as if the model were larger
 CHAOS_HURRY             path of a file; once it exists, no seconds are added
+CHAOS_GATE              path of a file with the number of a step; no later step starts until the file has a greater one,
+                        or that of CHAOS_HURRY exists
 CHAOS_SLOW              path of a file with {"node": first 12 digits of a node's id, "factor": f}; while it exists, a
                         step's own work takes f times as long on that node
 CHAOS_STORAGE_AWAY      path of a file; while it exists, reading, writing and listing objects fails
@@ -22,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tidewheel.errors import StorageAwayError, StorageError
+from tidewheel.errors import StorageAwayError
 
 REQUEST_SECONDS = 30.0
 """Longest time of a request to an object store with all its retries, see `tidewheel.retry`."""
@@ -45,9 +47,13 @@ def worker(settings: dict[str, Any]) -> Any:
 
 def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[..., Any]:
     """Return a step that takes `seconds` longer, and more CPU time on the node that CHAOS_SLOW names."""
-    file, hurry = Path(os.environ.get("CHAOS_SLOW", "/nowhere")), Path(os.environ.get("CHAOS_HURRY", "/nowhere"))
+    from tidewheel.train.logs.line import HERE
+
+    file, hurry, gate = (Path(os.environ.get(f"CHAOS_{name}", "/nowhere")) for name in ("SLOW", "HURRY", "GATE"))
 
     def start_step(*arguments: Any, **named: Any) -> Any:
+        while gate.exists() and not hurry.exists() and HERE.step > int(gate.read_text()):
+            time.sleep(0.02)
         began = time.thread_time()
         result = step(*arguments, **named)
         slow = json.loads(file.read_text()) if file.exists() else {}
@@ -76,7 +82,7 @@ def storage_faults() -> None:
 def _unless_away(method: Callable[..., Any], away: Path, silent: Path) -> Callable[..., Any]:
     def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
         if away.exists():
-            raise StorageError("the store does not answer", where=self.uri, fix="wait until it is back")
+            raise StorageAwayError("the store does not answer", where=self.uri, fix="wait until it is back")
         until = time.monotonic() + REQUEST_SECONDS
         while silent.exists():
             if time.monotonic() > until:
@@ -87,8 +93,12 @@ def _unless_away(method: Callable[..., Any], away: Path, silent: Path) -> Callab
     return guarded
 
 
-def main() -> int:
-    """Train to the end and return the exit code."""
+def main(on_step: Callable[[], None] | None = None) -> int:
+    """Train to the end and return the exit code.
+
+    Args:
+        on_step: called each time a step is reported.
+    """
     import ray
 
     from tidewheel.config import load
@@ -97,6 +107,8 @@ def main() -> int:
     from tidewheel.train.config import TrainConfig
 
     def tell(progress: dict[str, Any]) -> None:
+        if on_step is not None and "step" in progress:
+            on_step()
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({key: progress[key] for key in ("state", "step", "world_size") if key in progress}),
                   flush=True)

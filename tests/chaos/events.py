@@ -32,16 +32,16 @@ NOTICE_SECONDS = 15.0
 
 def kill_worker(world: World, rng: random.Random) -> str:
     pid = _random_worker(world, rng)
-    return f"worker {pid}" if pid is not None and _signal(pid, signal.SIGKILL) else "no worker was there"
+    return f"worker {pid}" if pid is not None and send(pid, signal.SIGKILL) else "no worker was there"
 
 
 def stop_worker(world: World, rng: random.Random) -> str:
     """Stop a worker, which closes no connection. Some workers are continued later, when the run has replaced them."""
     pid = _random_worker(world, rng)
-    if pid is None or not _signal(pid, signal.SIGSTOP):
+    if pid is None or not send(pid, signal.SIGSTOP):
         return "no worker was there"
     if rng.random() < 0.5:
-        _later(20, lambda: _signal(pid, signal.SIGCONT))
+        later(20, lambda: send(pid, signal.SIGCONT))
         return f"worker {pid}, woken after 20 s"
     return f"worker {pid}"
 
@@ -59,18 +59,18 @@ def freeze_node(world: World, rng: random.Random) -> str:
     node = rng.choice(world.cluster.nodes)
     pids = world.cluster.processes(node)
     for pid in pids:
-        _signal(pid, signal.SIGSTOP)
+        send(pid, signal.SIGSTOP)
     if rng.random() < 0.5:
-        _later(20, lambda: [_signal(pid, signal.SIGCONT) for pid in pids])
+        later(20, lambda: [send(pid, signal.SIGCONT) for pid in pids])
         return f"node {node.node_id[:8]}, back after 20 s"
-    _later(20, lambda: _lose(world, node))
+    later(20, lambda: _lose(world, node))
     return f"node {node.node_id[:8]}, gone after 20 s"
 
 
 def drain(world: World, rng: random.Random) -> str:
     node = rng.choice(world.cluster.nodes)
     accepted = drain_node(world.cluster.address, node.node_id, notice_seconds=NOTICE_SECONDS)
-    _later(NOTICE_SECONDS, lambda: _lose(world, node))
+    later(NOTICE_SECONDS, lambda: _lose(world, node))
     return f"node {node.node_id[:8]}, {NOTICE_SECONDS:g} s notice{'' if accepted else ', refused'}"
 
 
@@ -84,7 +84,7 @@ def join(world: World, rng: random.Random) -> str:
         time.sleep(5)
         _lose(world, oldest, replace=False)
 
-    _later(10, leave)
+    later(10, leave)
     return f"one node; {oldest.node_id[:8]} is drained 10 s later"
 
 
@@ -93,7 +93,7 @@ def kill_two(world: World, rng: random.Random) -> str:
         return " and ".join([_lose(world, node) for node in rng.sample(world.cluster.nodes, 2)])
     pids = rng.sample(sorted(world.trainers()), min(2, len(world.trainers())))
     for pid in pids:
-        _signal(pid, signal.SIGKILL)
+        send(pid, signal.SIGKILL)
     return f"workers {pids}"
 
 
@@ -103,14 +103,14 @@ def kill_during_recovery(world: World, rng: random.Random) -> str:
     return f"{first}, then {kill_worker(world, rng)}"
 
 
-def kill_during_save(world: World, rng: random.Random) -> str:
-    """Kill a worker while a checkpoint has files and no manifest yet."""
+def kill_during_save(world: World, rng: random.Random, seconds: float = 3 * SAVE_EVERY) -> str:
+    """Kill a worker while a checkpoint has files and no manifest yet, or after `seconds`."""
     checkpoints = Path(world.config.run_uri, "checkpoints")
 
     def saving() -> bool:
         return any(not (folder / "manifest.json").exists() for folder in checkpoints.glob("step_*"))
 
-    caught = world.wait_for(saving, 3 * SAVE_EVERY)
+    caught = world.wait_for(saving, seconds)
     return f"{kill_worker(world, rng)}, {'during a save' if caught else 'no save was seen'}"
 
 
@@ -160,7 +160,7 @@ def corrupt_newest(world: World, rng: random.Random) -> str:
     with contextlib.suppress(FileNotFoundError):
         flip_byte(checkpoints, key, -rng.randrange(1, 2000))
     for pid in world.trainers():
-        _signal(pid, signal.SIGKILL)
+        send(pid, signal.SIGKILL)
     return f"{key}, then all workers were killed"
 
 
@@ -177,7 +177,8 @@ def _random_worker(world: World, rng: random.Random) -> int | None:
     return rng.choice(pids) if pids else None
 
 
-def _signal(pid: int, signum: int) -> bool:
+def send(pid: int, signum: int) -> bool:
+    """Send a signal to a process, and return whether it was there."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
@@ -191,7 +192,7 @@ def _lose(world: World, node: NodeHandle, *, replace: bool = True) -> str:
     except ClusterError:
         return f"node {node.node_id[:8]} was gone already"
     if replace:
-        _later(REPLACED_SECONDS, lambda: _add(world))
+        later(REPLACED_SECONDS, lambda: _add(world))
     return f"node {node.node_id[:8]}"
 
 
@@ -200,7 +201,8 @@ def _add(world: World) -> None:
         world.cluster.add_node()
 
 
-def _later(seconds: float, action: Callable[[], object]) -> None:
+def later(seconds: float, action: Callable[[], object]) -> None:
+    """Do something in `seconds`, in a thread that ends with this process."""
     timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()

@@ -144,16 +144,11 @@ class World:
     # -- the state -------------------------------------------------------------------------------
     def trainers(self) -> dict[int, NodeHandle]:
         """Return the process ids of the training workers and their nodes."""
-        raylets = {node.pid: node for node in self.cluster.nodes}
-        workers = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                if "RayTrainWorker" not in (entry / "cmdline").read_text():
-                    continue
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent in raylets:
-                    workers[int(entry.name)] = raylets[parent]
-        return workers
+        return processes(self.cluster, "RayTrainWorker")
+
+    def generators(self) -> dict[int, NodeHandle]:
+        """Return the process ids of the generators of rollouts and their nodes."""
+        return processes(self.cluster, "ray::Generator")
 
     def node_of_rank(self, rank: int) -> NodeHandle | None:
         """Return the node of a rank in the ledger's newest record of it."""
@@ -174,6 +169,20 @@ class World:
                 return True
             time.sleep(0.05)
         return False
+
+
+def processes(cluster: LocalCluster, title: str) -> dict[int, NodeHandle]:
+    """Return the process ids of the cluster's workers whose command line has a text, and their nodes."""
+    raylets = {node.pid: node for node in cluster.nodes}
+    workers = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if title not in (entry / "cmdline").read_text():
+                continue
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent in raylets:
+                workers[int(entry.name)] = raylets[parent]
+    return workers
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from tests import sums
 from tests.benchmarks import equivalence, overhead, plan_published, reproducible
 from tests.chaos import workflow, world
 
@@ -20,6 +21,12 @@ def test_of_the_chaos_and_goodput_runs(tmp_path: Path):
 
 def test_of_the_chaos_workflow():
     assert workflow.flow().name == "chaos"
+
+
+def test_of_the_runs_on_sums(tmp_path: Path):
+    settings = sums.sums_run(tmp_path, "run", "base", 4, "rollouts.generators.processes=2", "elastic.max_workers=2")
+    assert settings.rollouts is not None
+    assert settings.reproducible
 
 
 def test_of_every_row_of_the_equivalence_table(tmp_path: Path):

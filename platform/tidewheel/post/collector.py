@@ -25,6 +25,7 @@ from tidewheel.post.ledger import EQUAL, Dropped, StepEntry
 from tidewheel.post.policy import Version, wait_for
 from tidewheel.post.pool import Pool
 from tidewheel.post.prompts import Prompts
+from tidewheel.post.waiting import patiently
 from tidewheel.shards import growing
 from tidewheel.shards.format import rollout_schema, write_shard
 from tidewheel.shards.growing import MOST_WAVES, Growing
@@ -115,7 +116,7 @@ class Collector:
             if version is None:
                 return
             began = time.monotonic()
-            collected = self._step(step, first, version)
+            collected = patiently(lambda: self._step(step, first, version), self._config, self._ended)  # noqa: B023
             if collected is None:
                 return
             entry, groups = collected

@@ -10,6 +10,7 @@ from tidewheel import storage
 from tidewheel.parts import Code, is_own, name_of
 from tidewheel.post import policy
 from tidewheel.post.groups import Group, Job, Judge, make_group
+from tidewheel.post.waiting import patiently
 from tidewheel.rewards.scoring.process import RewardProcess
 from tidewheel.train.config import TrainConfig
 
@@ -27,13 +28,16 @@ class Generator:
 
     def __init__(self, config: Mapping[str, Any], code: Sequence[Mapping[str, Any]], tokenizer: Mapping[str, Any],
                  vocabulary_size: int, device: str = "cpu") -> None:
+        for its in code:
+            Code(**its).load()
+        settings = TrainConfig.model_validate(config)
+        patiently(lambda: self._open(settings, tokenizer, vocabulary_size, device), settings)
+
+    def _open(self, settings: TrainConfig, tokenizer: Mapping[str, Any], vocabulary_size: int, device: str) -> None:
         import torch
 
         from tidewheel.shards.tokenizer import of_manifest
 
-        for its in code:
-            Code(**its).load()
-        settings = TrainConfig.model_validate(config)
         assert settings.rollouts is not None
         self._settings, self._rollouts = settings, settings.rollouts
         if device == "cpu":
@@ -51,6 +55,9 @@ class Generator:
         Raises:
             CheckpointError: the job's version of the policy is missing or damaged.
         """
+        return patiently(lambda: self._make(job), self._settings)
+
+    def _make(self, job: Job) -> Group:
         began = time.process_time()
         if job.version.digest != self._loaded:
             self._loaded = ""

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidewheel.errors import ShardError, StorageError
+from tidewheel.errors import ShardError, StorageAwayError, StorageError
 from tidewheel.shards.manifest import REBUILD, Fields
 from tidewheel.storage import Store
 
@@ -88,6 +88,8 @@ def read(folder: Store, step: int, shard: str) -> StepEntry:
         values: Any = folder.read_json(key)
     except FileNotFoundError:
         raise ShardError("the ledger's entry of this step is missing", where=where, fix=REBUILD) from None
+    except StorageAwayError:
+        raise
     except StorageError as error:
         raise ShardError(error.what, where=where, fix=REBUILD) from None
     fields = Fields(values, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from tidewheel.errors import CheckpointError, StorageError
+from tidewheel.errors import CheckpointError, StorageAwayError, StorageError
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
 from tidewheel.shards.manifest import Fields
@@ -55,6 +56,8 @@ def published(run: Store, number: int, stages: int) -> Version | None:
             fields = Fields(run.read_json(key), run.at(key))
         except FileNotFoundError:
             return None
+        except StorageAwayError:
+            raise
         except StorageError as error:
             raise CheckpointError(error.what, where=run.at(key), fix=REMAKE) from None
         fields.one_of("format", (FORMAT,))
@@ -67,6 +70,8 @@ def published(run: Store, number: int, stages: int) -> Version | None:
 def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: threading.Event) -> Version | None:
     """Wait until a version is published; return None if `ended` is set before.
 
+    Storage that is unavailable is waited for, too: training, which publishes, decides for how long.
+
     Args:
         run: the run's folder.
         number: of the version.
@@ -75,9 +80,10 @@ def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: thread
         ended: ends the wait.
     """
     while not ended.is_set():
-        found = published(run, number, stages)
-        if found is not None:
-            return found
+        with contextlib.suppress(StorageAwayError):
+            found = published(run, number, stages)
+            if found is not None:
+                return found
         ended.wait(poll)
     return None
 

@@ -22,6 +22,8 @@ from tidewheel.post.groups import Group, Job
 from tidewheel.train.policy.config import GeneratorsConfig
 
 logger = logging.getLogger(__name__)
+START_SECONDS = 600.0
+"""Processes that have returned no group yet may take this long, if a lease is shorter: they import and load first."""
 OnEvent = Callable[..., None]
 ERROR_CHARACTERS = 600
 """Of an error's text, its end."""
@@ -97,6 +99,7 @@ class LocalPool:
         self._since = time.monotonic()  # the last result, or the last job after a time without any
 
     def _started(self) -> ProcessPoolExecutor:
+        self._has_started = False  # until the first result
         return ProcessPoolExecutor(self._settings.processes, multiprocessing.get_context("spawn"), _begin,
                                    (self._arguments,))
 
@@ -125,8 +128,11 @@ class LocalPool:
                 return self._given_up.popleft() if self._given_up else None
             del self._jobs[future]
             self._since = time.monotonic()
+            self._has_started = True
             return future.result()
-        if self._jobs and time.monotonic() - self._since > self._settings.lease_seconds:
+        lease = self._settings.lease_seconds
+        limit = lease if self._has_started else max(lease, START_SECONDS)
+        if self._jobs and time.monotonic() - self._since > limit:
             self._kill()  # they hang; the pool then breaks, and starts anew
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.checkpoint import tokenizer_files
 from tidewheel.checkpoint.verify import locate
-from tidewheel.errors import ConfigError, OwnershipError, TidewheelError
+from tidewheel.errors import ConfigError, OwnershipError, StorageError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.post.collector import Collector, head_of, open_set
 from tidewheel.post.groups import Group
@@ -141,7 +141,10 @@ def _collect(collector: Collector, run: Run, ended: threading.Event) -> None:
         failure = {"error": error.what if isinstance(error, TidewheelError) else f"{type(error).__name__}: {error}",
                    "fix": error.fix if isinstance(error, TidewheelError) else "see the log of the driver",
                    "traceback": "" if known else traceback.format_exc()}
-        storage.store(run.config.data.uri).write_json(FAILED, failure)
+        try:
+            storage.store(run.config.data.uri).write_json(FAILED, failure)
+        except StorageError as again:  # training gives up by itself after `data.wait_seconds`
+            logger.error("training cannot be told: %s", again)
 
 
 def tokenizer_of(config: TrainConfig) -> tuple[Encoder, bytes]:

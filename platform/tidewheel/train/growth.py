@@ -97,10 +97,10 @@ class Growth:
                 time.sleep(self._poll)
             try:
                 self._seen = take_in(store(self._source.domains[0].uri), self._seen)
+                self._check_writer()
             except StorageAwayError:  # retry, as for a wave that does not exist yet
                 if self._waited() > self._config.data.wait_seconds:
                     raise
-            self._check_writer()
             records = self._seen.records(len(self._known.manifest.waves))
             if records:
                 self._retry(lambda: self._record.take_in(records))

@@ -37,9 +37,7 @@ class StorageWait:
         The first generation does not retry, so that a wrong address is reported at once. Later ones retry for as long
         as the run tolerates failing saves.
         """
-        settings = config.checkpoint
-        limit = settings.max_failed_saves * settings.retry_seconds if settings.max_failed_saves else math.inf
-        return cls(limit if runtime.generation else 0.0, runtime.control.event)
+        return cls(limit_of(config) if runtime.generation else 0.0, runtime.control.event)
 
     def __call__(self, read: Callable[[], T]) -> T:
         """Return what `read` returns, once storage is available.
@@ -63,3 +61,9 @@ class StorageWait:
                                    longest_pause_seconds=PAUSE_SECONDS)
         return retry.call(read, policy, on_retry=report,
                           may_help=lambda error: isinstance(error, StorageAwayError) and current().left > 0)
+
+
+def limit_of(config: TrainConfig) -> float:
+    """Return the seconds for which a run tolerates unavailable storage: those of its failing saves."""
+    settings = config.checkpoint
+    return settings.max_failed_saves * settings.retry_seconds if settings.max_failed_saves else math.inf

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from tests.unit.post.runs import inline, logged, rollout_run
+from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
-from tidewheel.errors import ShardError
+from tidewheel.errors import ShardError, StorageAwayError
+from tidewheel.post import ledger, policy, waiting
 from tidewheel.post.pool import LocalPool
+from tidewheel.shards import growing
 from tidewheel.stopping import Stop, Stopped
+from tidewheel.train import growth
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
@@ -86,3 +90,59 @@ def test_killed_generators_change_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_failing_reward_ends_the_run_with_its_reason(tmp_path: Path):
     with pytest.raises(ShardError, match=r"groups of step 1 failed.*reward: no_reference"):
         trainer.fit_local(rollout_run(tmp_path, "run", "rollouts.reward={kind: exact_match}"))
+
+
+def test_rollouts_wait_for_storage_that_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The generator, the collector, its look for a policy and the trainer's look for a wave meet an outage each."""
+    def once(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        calls: list[int] = []
+
+        def flaky(*arguments: Any, **named: Any) -> Any:
+            calls.append(0)
+            if len(calls) == 2:
+                away.append(name)
+                raise StorageAwayError("the store does not answer", where="s3://x", fix="wait until it is back")
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(module, name, flaky)
+
+    trainer.fit_local(rollout_run(tmp_path, "whole", "steps=2"))
+    away: list[str] = []
+    monkeypatch.setattr(waiting, "PAUSE_SECONDS", 0.01)
+    once(policy, "load")
+    once(policy, "published")
+    once(growing, "publish")
+    once(growth.Growth, "_check_writer")
+    trainer.fit_local(rollout_run(tmp_path, "outages", "steps=2"))
+    assert sorted(away) == ["_check_writer", "load", "publish", "published"]
+    assert parameters(tmp_path, "outages") == parameters(tmp_path, "whole")
+
+
+def test_what_storage_does_not_give_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def away(*_: Any) -> Any:
+        raise StorageAwayError("the store does not answer", where="s3://x", fix="wait until it is back")
+
+    monkeypatch.setattr(storage.LocalStore, "read_json", away)
+    with pytest.raises(StorageAwayError):
+        policy.published(storage.store(tmp_path), 0, 1)
+    with pytest.raises(StorageAwayError):
+        ledger.read(storage.store(tmp_path), 1, "0" * 64)
+
+
+def test_patience_with_storage_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(waiting, "PAUSE_SECONDS", 0.01)
+    config = rollout_run(tmp_path, "run", "checkpoint.max_failed_saves=1", "checkpoint.retry_seconds=0.05")
+    tries: list[int] = []
+
+    def away() -> None:
+        tries.append(0)
+        raise StorageAwayError("the store does not answer", where="s3://x", fix="wait until it is back")
+
+    with pytest.raises(StorageAwayError):
+        waiting.patiently(away, config)
+    assert len(tries) > 1
+    ended = threading.Event()
+    ended.set()
+    with pytest.raises(StorageAwayError):
+        waiting.patiently(away, rollout_run(tmp_path, "run", "checkpoint.max_failed_saves=0"), ended)

@@ -1,0 +1,58 @@
+"""Events that disturb a run of reinforcement learning: those of `tests.chaos.events`, and some for its generators."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+from tests.chaos import events
+from tests.chaos.events import EVENTS, Event, later, send
+from tests.chaos.world import World
+
+SAVE_SECONDS = 10.0
+"""Longest wait for a save: the run trains only a few steps for each event."""
+
+
+def kill_generator(world: World, rng: random.Random) -> str:
+    return _kill(sorted(world.generators()), rng, 1)
+
+
+def kill_generators(world: World, rng: random.Random) -> str:
+    """Kill all generators at once."""
+    pids = sorted(world.generators())
+    return _kill(pids, rng, len(pids))
+
+
+def stop_generator(world: World, rng: random.Random) -> str:
+    """Stop a generator, which closes no connection. In half of the events it continues after 20 s."""
+    pids = sorted(world.generators())
+    if not pids:
+        return "no generator was there"
+    pid = rng.choice(pids)
+    send(pid, signal.SIGSTOP)
+    if rng.random() < 0.5:
+        later(20, lambda: send(pid, signal.SIGCONT))
+        return f"generator {pid}, woken after 20 s"
+    return f"generator {pid}"
+
+
+def kill_both(world: World, rng: random.Random) -> str:
+    """Kill a generator and a worker at once."""
+    workers = sorted(world.trainers())
+    return f"{_kill(sorted(world.generators()), rng, 1)}, workers: {_kill(workers, rng, 1)}"
+
+
+def kill_during_save(world: World, rng: random.Random) -> str:
+    return events.kill_during_save(world, rng, SAVE_SECONDS)
+
+
+def _kill(pids: list[int], rng: random.Random, count: int) -> str:
+    victims = rng.sample(pids, min(count, len(pids)))
+    for pid in victims:
+        send(pid, signal.SIGKILL)
+    return ", ".join(map(str, victims)) or "none was there"
+
+
+ROLLOUT_EVENTS: dict[str, Event] = {
+    **EVENTS, **{function.__name__: function for function in (
+        kill_generator, kill_generators, stop_generator, kill_both, kill_during_save)}}
