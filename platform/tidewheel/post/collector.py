@@ -19,7 +19,7 @@ import pyarrow as pa
 from tidewheel import storage
 from tidewheel.errors import RolloutError
 from tidewheel.post import ledger
-from tidewheel.post.advantages import advantages
+from tidewheel.post.credit import Judged, credits
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.ledger import EQUAL, Dropped, StepEntry
 from tidewheel.post.policy import Version, wait_for
@@ -31,6 +31,7 @@ from tidewheel.shards.growing import MOST_WAVES, Growing
 from tidewheel.shards.manifest import GROWING, ROLLOUTS, Manifest
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.policy.config import RolloutsConfig
 
 logger = logging.getLogger(__name__)
 LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS = 0.02, 1.0
@@ -145,7 +146,7 @@ class Collector:
         groups = [results[position] for position in admitted]
         dropped = tuple(Dropped(position, group.prompt_id, self._reason(group))
                         for position, group in sorted(results.items()) if self._reason(group))
-        [info] = [write_shard(self._folder, table_of(groups, self._rollouts.advantage, self._prompts,
+        [info] = [write_shard(self._folder, table_of(groups, self._rollouts, self._prompts,
                                                      self._known.manifest.token_dtype))]
         entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped)
         ledger.write(self._folder, entry)
@@ -177,19 +178,19 @@ class Collector:
                 fix="give prompts that the policy solves sometimes, or set rollouts.resample to false")
 
 
-def table_of(groups: list[Group], kind: str, prompts: Prompts, token_dtype: str) -> pa.Table:
+def table_of(groups: list[Group], settings: RolloutsConfig, prompts: Prompts, token_dtype: str) -> pa.Table:
     """Return the groups of a step as a table with the columns of `shards.format.rollout_schema`.
 
     Args:
         groups: the admitted ones, in order.
-        kind: `rollouts.advantage`.
+        settings: from rewards to advantages.
         prompts: the prompts.
         token_dtype: of the set.
     """
     columns: dict[str, list[Any]] = {name: [] for name in rollout_schema(token_dtype).names}
-    for group, values in zip(groups, advantages([group.rewards for group in groups], kind)):
+    for group, given in zip(groups, credits([judged(group) for group in groups], settings)):
         prompt = prompts.at(group.position)
-        for sample, (answer, reward, advantage) in enumerate(zip(group.answers, group.rewards, values)):
+        for sample, (answer, reward, credit) in enumerate(zip(group.answers, group.rewards, given)):
             columns["prompt_id"].append(group.prompt_id)
             columns["sample"].append(sample)
             columns["prompt_length"].append(len(prompt.tokens))
@@ -197,7 +198,17 @@ def table_of(groups: list[Group], kind: str, prompts: Prompts, token_dtype: str)
             columns["learnt"].append([1] * len(answer.tokens))
             columns["log_probabilities"].append(answer.log_probabilities)
             columns["versions"].append([group.version] * len(answer.tokens))
-            columns["reference"].append([])
+            columns["reference"].append(group.referred[sample] if group.referred else [])
             columns["reward"].append(reward)
-            columns["advantage"].append(advantage)
+            columns["advantage"].append(credit.advantage)
+            columns["advantages"].append(credit.advantages)
+            columns["values"].append(group.values[sample] if group.values else [])
+            columns["returns"].append(credit.returns)
     return pa.table(columns, schema=rollout_schema(token_dtype))
+
+
+def judged(group: Group) -> list[Judged]:
+    """Return the answers of a group with what their advantages follow from."""
+    nothing: tuple[list[float], ...] = ([],) * len(group.answers)
+    return [Judged(reward, answer.log_probabilities, referred, values) for answer, reward, referred, values in zip(
+        group.answers, group.rewards, group.referred or nothing, group.values or nothing)]
