@@ -399,6 +399,9 @@ class TrainConfig(Config):
         if rollouts.answer_tokens >= longest:
             return (f"rollouts.answer_tokens {rollouts.answer_tokens} leaves no room for a prompt in {longest} tokens; "
                     f"nearest legal choice: {longest // 2}")
+        if self.objective.needs_teacher and not getattr(self.objective, "teacher", ""):
+            return (f"objective.kind {name_of(type(self.objective))} learns from answers that are new at each step, so "
+                    "its teacher runs beside it: set objective.teacher to a run or checkpoint")
         if isinstance(self.objective, PolicyObjective) and self.objective.temperature != rollouts.temperature:
             return (f"objective.temperature {self.objective.temperature:g} is not that of the rollouts, "
                     f"{rollouts.temperature:g}; set both to one value")

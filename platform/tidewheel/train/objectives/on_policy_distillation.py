@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import pydantic
 from pydantic import Field
 
 from tidewheel.shards.manifest import ROLLOUTS
@@ -26,10 +25,3 @@ class OnPolicyDistillation(Distillation):
 
     divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "reverse_kl"
     weight: float = Field(default=1.0, gt=0, le=1)
-
-    @pydantic.model_validator(mode="after")
-    def _has_teacher(self) -> OnPolicyDistillation:
-        if not self.teacher:
-            raise ValueError("the student's answers are new at each step, so the teacher runs beside it: set teacher to "
-                             "its run or checkpoint")
-        return self

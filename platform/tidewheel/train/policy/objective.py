@@ -123,13 +123,13 @@ class PolicyObjective(Objective):
 
         rollouts = batch.rollouts
         assert rollouts is not None, "checked before training: the set is of rollouts"
+        if self.reference_weight and rollouts.referred is None:
+            raise ConfigError("the rollouts have no log-probabilities under a reference model",
+                              where="objective.reference_weight", fix="leave it out, or give rollouts that have them")
         log_p, entropy = token_statistics(outputs, batch, temperature=self.temperature,
                                           chunk_tokens=self.chunk_tokens, entropy_gradient=self.entropy_weight > 0)
         learnt = (batch.targets != IGNORED).float()
         weights = token_weights(learnt, self.average)
-        if self.reference_weight and rollouts.referred is None:
-            raise ConfigError("the rollouts have no log-probabilities under a reference model",
-                              where="objective.reference_weight", fix="leave it out, or give rollouts that have them")
         advantages = rollouts.advantages if rollouts.advantages.ndim == 2 else rollouts.advantages[:, None]
         difference = log_p - rollouts.sampled
         log_ratio = ratio_of(difference, learnt, self.ratio)

@@ -18,7 +18,7 @@ from tidewheel.models.loss import IGNORED
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.distillation.divergences import divergence, top_and_rest
 from tidewheel.train.objective import Outputs, TopK
-from tidewheel.train.objectives import Distillation
+from tidewheel.train.objectives import Distillation, OnPolicyDistillation
 from tidewheel.train.step import MicroBatch
 
 VOCABULARY, WIDTH = 50, 8
