@@ -37,7 +37,7 @@ def log_probabilities(model: Decoder, prompt: Sequence[int], answers: Sequence[S
 
         def objective(hidden: torch.Tensor, make_logits: Callable[[torch.Tensor], torch.Tensor],
                       *_: torch.Tensor) -> torch.Tensor:
-            outputs = Outputs(hidden, lambda x: make_logits(x) / sampling.temperature)
+            outputs = Outputs(hidden, lambda x: make_logits(x).float() / sampling.temperature)
             return token_log_probabilities(outputs, targets, CHUNK_TOKENS)
 
         return objective

@@ -63,9 +63,9 @@ TABLE = [
     Row("gspo", {"loss_type": "grpo", **_SEQUENCE, "epsilon": 3e-4, "epsilon_high": 4e-4}, {}),
     Row("cispo", {"loss_type": "cispo", "epsilon_high": 1.05}, {"epsilon_high": 0.05}),
     _row("sapo", "sapo"), Row("rloo", {"epsilon_high": HIGH}), _row("reinforce", "dapo"),
-    *(_row(kind, kind, {"mode": f"{level}_{mode}"}, correction=mode.replace("te", "ted").replace("sk", "sked"),
-           correction_level=level, correction_bound=1.1)
-      for kind in ("grpo", "dapo") for level in ("token", "sequence") for mode in ("truncate", "mask")),
+    *(_row(kind, kind, {"mode": f"{level}_{mode}"}, correction=correction, correction_level=level, correction_bound=1.1)
+      for kind, level in (("grpo", "token"), ("dapo", "sequence"))
+      for mode, correction in (("truncate", "truncated"), ("mask", "masked"))),
 ]
 
 
