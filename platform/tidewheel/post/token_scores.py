@@ -46,7 +46,14 @@ def log_probabilities(model: Decoder, prompt: Sequence[int], answers: Sequence[S
 
 
 def values(model: Decoder, prompt: Sequence[int], answers: Sequence[Sequence[int]], sampling: Sampling) -> Rows:
-    """Return the value before each token of each answer; see `log_probabilities`. The decoder has a value head."""
+    """Return the value before each token of each answer.
+
+    Args:
+        model: a whole decoder with a value head.
+        prompt: see `log_probabilities`.
+        answers: see `log_probabilities`.
+        sampling: its precision counts.
+    """
     return _computed(model, prompt, answers, sampling,
                      lambda tokens, segments: lambda hidden, make_logits, values: values)
 

@@ -391,7 +391,7 @@ class TrainConfig(Config):
                     "guards.non_finite and guards.spike")
         if self.adapter is not None:
             return "rollouts of a model with an adapter are not supported; leave adapter out"
-        if self.objective.VALUES != (rollouts.advantage == "gae"):
+        if (rollouts.advantage == "gae") != self.objective.VALUES:
             fitting = objectives.where(lambda objective: objective.VALUES)
             return (f"objective.kind {name_of(type(self.objective))} with rollouts.advantage {rollouts.advantage}: "
                     f"only gae uses a value head; nearest legal choice: objective.kind {fitting} with advantage gae")

@@ -1,4 +1,4 @@
-"""Tests of what answers are trained with: advantages by token, returns, KL as reward and the penalty of long answers."""
+"""Tests of what answers are trained with: advantages by token, returns, KL as reward, the penalty of long answers."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ class RolloutsConfig(Config):
         if self.gae_lambda != 0.95 and self.advantage != "gae":
             raise ValueError(f"gae_lambda has no effect on advantage {self.advantage}; leave it out")
         if self.gamma != 1 and not self.by_token:
-            raise ValueError(f"gamma has no effect on advantage {self.advantage}, of which all tokens of an answer have "
-                             "the same; leave it out")
+            raise ValueError(f"gamma has no effect on advantage {self.advantage}, which all tokens of an answer share; "
+                             "leave it out")
         if self.overlong.buffer_tokens > self.answer_tokens:
             raise ValueError(f"overlong.buffer_tokens {self.overlong.buffer_tokens} is more than answer_tokens "
                              f"{self.answer_tokens}; nearest legal choice: {self.answer_tokens // 4}")

@@ -151,7 +151,8 @@ class PolicyObjective(Objective):
             if self.average == "constant":  # metrics are means over tokens, then over answers
                 weights = self.answer_tokens * token_weights(learnt, "sequences")
             removed = is_clipped(log_ratio, advantages, self.epsilon, self.epsilon_high)
-            values = {"ratio": ratio_of(difference, learnt, self.ratio).exp(), "clipped": removed.float(), "gap": difference.abs(),
-                      "entropy": entropy, "reference_kl": kl}
+            ratio = ratio_of(difference, learnt, self.ratio).exp()
+            values = {"ratio": ratio, "clipped": removed.float(), "gap": difference.abs(), "entropy": entropy,
+                      "reference_kl": kl}
             metrics = {name: (value * weights).sum() for name, value in values.items()}
         return Sums(loss, metrics)

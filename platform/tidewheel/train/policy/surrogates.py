@@ -62,7 +62,13 @@ def soft(log_ratio: torch.Tensor, advantages: torch.Tensor, positive: float, neg
 
 
 def bounded(ratio: torch.Tensor, most: float, *, truncated: bool) -> torch.Tensor:
-    """Return an importance ratio that is at most `most`: larger ones become it (truncated) or 0 (masked)."""
+    """Return importance ratios that are at most `most`.
+
+    Args:
+        ratio: p / p when sampled.
+        most: the bound.
+        truncated: larger ratios become the bound; otherwise they become 0.
+    """
     return ratio.clamp(max=most) if truncated else ratio.masked_fill(ratio > most, 0.0)
 
 
