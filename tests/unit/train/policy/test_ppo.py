@@ -125,6 +125,9 @@ def every_layout() -> None:
             assert "value_head.weight" in values
         for name, value in values.items():
             assert (value - expected_values[name]).abs().max() < 1e-4, f"{layout}: {name}"
+
+
+def same_bits() -> None:
     bits = []
     with deterministic_kernels():
         for ranks, layout in ((1, {}), (2, {"data": "ddp"}), (2, {"data": "zero3", "reduce": "micro_batch"})):
@@ -134,5 +137,10 @@ def every_layout() -> None:
         assert bits[0] == bits[1] == bits[2]
 
 
+@pytest.mark.long
 def test_every_layout_trains_the_value_head_alike():
     on_ranks(2, every_layout)
+
+
+def test_every_number_of_ranks_has_the_same_bits():
+    on_ranks(2, same_bits)
