@@ -11,13 +11,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from tidewheel import storage
 from tidewheel.errors import RolloutError
+from tidewheel.inference.group import Answer
 from tidewheel.post import ledger
 from tidewheel.post.credit import Judged, credits
 from tidewheel.post.groups import Group, Job
@@ -195,20 +196,43 @@ def table_of(groups: list[Group], settings: RolloutsConfig, prompts: Prompts, to
             columns["sample"].append(sample)
             columns["prompt_length"].append(len(prompt.tokens))
             columns["tokens"].append([*prompt.tokens, *answer.tokens])
-            columns["learnt"].append([1] * len(answer.tokens))
+            learnt = learnt_of(answer)
+            columns["learnt"].append(learnt)
             columns["log_probabilities"].append(answer.log_probabilities)
             columns["versions"].append([group.version] * len(answer.tokens))
             columns["reference"].append(group.referred[sample] if group.referred else [])
             columns["reward"].append(reward)
             columns["advantage"].append(credit.advantage)
-            columns["advantages"].append(credit.advantages)
+            columns["advantages"].append(spread(credit.advantages, learnt))
             columns["values"].append(group.values[sample] if group.values else [])
-            columns["returns"].append(credit.returns)
+            columns["returns"].append(spread(credit.returns, learnt))
     return pa.table(columns, schema=rollout_schema(token_dtype))
 
 
 def judged(group: Group) -> list[Judged]:
     """Return the answers of a group with what their advantages follow from."""
     nothing: tuple[list[float], ...] = ([],) * len(group.answers)
-    return [Judged(reward, answer.log_probabilities, referred, values) for answer, reward, referred, values in zip(
-        group.answers, group.rewards, group.referred or nothing, group.values or nothing)]
+    answers = []
+    for answer, reward, *columns in zip(group.answers, group.rewards, group.referred or nothing,
+                                        group.values or nothing):
+        learnt = learnt_of(answer)
+        of_sampled = ([value for value, its in zip(column, learnt) if its]
+                      for column in (answer.log_probabilities, *columns))
+        answers.append(Judged(reward, *of_sampled))
+    return answers
+
+
+def learnt_of(answer: Answer) -> list[int]:
+    """Return 1 for each token of an answer that the policy sampled, 0 for the others."""
+    return [1] * len(answer.tokens)
+
+
+def spread(values: Sequence[float], learnt: Sequence[int]) -> list[float]:
+    """Return values of the tokens that the policy sampled as values of all tokens, 0 for the others; [] for none.
+
+    Args:
+        values: of the sampled tokens, in order.
+        learnt: see `learnt_of`.
+    """
+    following = iter(values)
+    return [next(following) if its else 0.0 for its in learnt] if values else []

@@ -11,6 +11,7 @@ from tests.every import every
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
 from tidewheel.post.advantages import advantages
+from tidewheel.post.collector import spread
 from tidewheel.post.credit import Judged, credits, estimated, overlong
 from tidewheel.train.policy.config import OverlongConfig, RolloutsConfig
 
@@ -93,6 +94,11 @@ def test_long_answers_cost_what_the_paper_says():
     shaped = [[answer.reward - 0.5 * max(0, len(answer.sampled) - 4) / 4 for answer in group] for group in groups]
     found = credits(groups, settings(advantage="group", overlong={"buffer_tokens": 4, "penalty": 0.5}))
     assert np.allclose([[credit.advantage for credit in group] for group in found], advantages(shaped, "group"))
+
+
+def test_tokens_of_an_environment_have_no_credit():
+    assert spread([0.5, -0.25], [1, 0, 0, 1, 0]) == [0.5, 0.0, 0.0, -0.25, 0.0]
+    assert spread([], [1, 0]) == []
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
