@@ -56,6 +56,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "objective distillation": [{}, {"divergence": "reverse_kl", "weight": 0.5}, {"divergence": "jensen_shannon"}],
     "objective grpo": [{}, {"ratio": "sequence", "most_ratio": 1.5}, {"reference_weight": 0.1, "entropy_weight": 0.1},
                        {"mask_ratio": 1.3, "temperature": 0.7}],
+    "objective ppo": [{}, {"correction": "masked", "correction_level": "sequence"},
+                      {"value_clip": 0.0, "reference_weight": 0.1, "correction": "truncated", "correction_bound": 1.2}],
     "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
     "adapter lora": [{"b_rate": 16.0}, {"rank_stabilized": True, "targets": ["embedding", "wq"]}, {"start": "pissa"},
                      {"base": "nf4", "ranks": {"wq": 2}, "alphas": {"w2": 4.0}}],
@@ -186,7 +188,8 @@ def _objective(part: Any) -> Rows:
     if bound is None:
         values = TokenLoss(part.token_loss())(hidden, logits, weight, targets).flatten()
     else:
-        values = bound(hidden, logits).flatten()
+        estimates = (hidden.mean(-1),) if part.VALUES else ()
+        values = bound(hidden, logits, *estimates).flatten()
     values[0].backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -199,16 +202,25 @@ def _rows_for(part: Any) -> MicroBatch:
     if part.READS == ROLLOUTS:
         batch = _batch()
         sampled, referred = (_waves((2, 12), pace, 4).sin().float() * 0.3 - 3 for pace in (0.7, 1.1))
-        return replace(batch, rollouts=RolloutColumns(sampled, torch.tensor([1.2, -0.7]), referred))
+        columns = RolloutColumns(sampled, torch.tensor([1.2, -0.7]), referred)
+        if part.VALUES:
+            advantages, values, returns = (_waves((2, 12), pace, 6).sin().float() for pace in (0.5, 0.9, 1.3))
+            columns = replace(columns, advantages=advantages, values=values / 4, returns=returns)
+        return replace(batch, rollouts=columns, teacher=_teacher() if part.needs_teacher else None)
     if part.parts == 1 and isinstance(part, objectives.Distillation):
-        tokens = torch.stack([_batch().tokens, (_batch().tokens + 1) % 40], dim=-1)
-        return replace(_batch(), teacher=TopK(tokens, _waves((2, 12, 3), 0.9, 5).sin().float().log_softmax(-1)))
+        return replace(_batch(), teacher=_teacher())
     if part.parts == 1:
         return _batch()
     batch = _pairs(PARTS)
     if part.looks_first:
         return replace(batch, mismatched=_pairs(1), whole=torch.tensor(0.4))
     return batch
+
+
+def _teacher() -> TopK:
+    """Return two tokens at each position of `_batch`, and their log-probabilities."""
+    tokens = torch.stack([_batch().tokens, (_batch().tokens + 1) % 40], dim=-1)
+    return TopK(tokens, _waves((2, 12, 3), 0.9, 5).sin().float().log_softmax(-1))
 
 
 def _batch() -> MicroBatch:

@@ -180,7 +180,8 @@ def score(model: Decoder, batch: Layout) -> list[Likelihood]:
              window: int | None = None) -> DocumentMask:
         return branch_mask(segment_ids, batch.positions, window)
 
-    def objective(hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def objective(hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor],
+                  *_: torch.Tensor) -> torch.Tensor:
         return of_hidden(hidden, logits, batch)
 
     model.mask = mask  # type: ignore[method-assign]

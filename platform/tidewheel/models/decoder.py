@@ -22,8 +22,11 @@ from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.models.rope import RopeTable, rope_table
 from tidewheel.parts import calling
 
-HeadObjective = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
-"""From normalised hidden states [B, L, D] and the output layer to the loss and its metrics."""
+HeadObjective = Callable[..., torch.Tensor]
+"""From normalised hidden states [B, L, D] and the output layer to the loss and its metrics. Of a decoder with a value
+head, its third argument is the values [B, L]."""
+VALUE_HEAD = "value_head.weight"
+"""Name of the matrix of a value head."""
 
 
 class Decoder(nn.Module):
@@ -50,6 +53,7 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleList(config.block(layer) for layer in range(config.num_layers))
         self.norm: nn.Module | None = config.norm()
         self.output = None if config.tie_embeddings else nn.Linear(config.dim, vocabulary_size, bias=False)
+        self.value_head: nn.Linear | None = None
         self.token_loss = TokenLoss(loss or LossConfig(), config.logit_soft_cap)
         self.routings: dict[int, Any] = {}
 
@@ -127,13 +131,24 @@ class Decoder(nn.Module):
         assert self.norm is not None
         x_BLD = self.norm(x_BLD)
         if objective is not None:
-            return objective(x_BLD, self.logits)
+            values = () if self.value_head is None else (self.values(x_BLD),)
+            return objective(x_BLD, self.logits, *values)
         return self.logits(x_BLD) if targets is None else self.token_loss(x_BLD, self.logits, self.weight, targets)
 
     def logits(self, x_BLD: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, L, V] of normalised hidden states."""
         logits = F.linear(x_BLD, self.weight) if self.output is None else self.output(x_BLD)
         return soft_capped(logits, self.config.logit_soft_cap)
+
+    def add_value_head(self) -> None:
+        """Add a head that estimates the return from each position on, uninitialised like all parameters."""
+        self.value_head = nn.Linear(self.config.dim, 1, bias=False, dtype=self.weight.dtype, device=self.weight.device)
+
+    def values(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """Return the values of normalised hidden states, fp32 [B, L], in fp32 products; for a decoder with the head."""
+        assert self.value_head is not None
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            return F.linear(x_BLD.float(), self.value_head.weight.float())[..., 0]
 
     @property
     def weight(self) -> torch.Tensor:

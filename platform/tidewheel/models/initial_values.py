@@ -15,9 +15,9 @@ from tidewheel.models.random_jump import normal_values
 def init_parameter(name: str, shape: Sequence[int], config: Model, seed: int) -> torch.Tensor:
     """Return the initial value of one whole parameter, fp32 on CPU.
 
-    Norm weights are `config.NORM_WEIGHT`, 1 as a rule, and biases 0. Matrices are normal with standard deviation
-    `config.weight_std`. As in GPT-2, that of projections into the residual stream is divided by sqrt(2 num_layers), so
-    its variance does not grow with depth.
+    Norm weights are `config.NORM_WEIGHT`, 1 as a rule; biases and a value head are 0. Matrices are normal with standard
+    deviation `config.weight_std`. As in GPT-2, that of projections into the residual stream is divided by sqrt(2
+    num_layers), so its variance does not grow with depth.
 
     Args:
         name: name in the whole model, "blocks.0.attention.wq.weight".
@@ -41,7 +41,7 @@ def init_rows(name: str, shape: Sequence[int], config: Model, seed: int, rows: r
     part = (len(rows), *shape[1:])
     if name.endswith("norm.weight"):
         return torch.full(part, config.NORM_WEIGHT)
-    if name.endswith((".bias", "_bias")):
+    if name.endswith((".bias", "_bias")) or name.startswith("value_head."):
         return torch.zeros(part)
     std = config.weight_std
     if name.endswith(config.RESIDUAL_OUTPUTS):

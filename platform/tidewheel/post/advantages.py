@@ -1,4 +1,4 @@
-"""From rewards to advantages. Groups come in the order of the step, so sums have one order."""
+"""From the rewards of a group to its advantages; `credit` has the kinds that look at tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ def advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list[float
 
     Args:
         rewards: of the answers of each group of a step.
-        kind: `rollouts.advantage`.
+        kind: `rollouts.advantage`, one whose advantages are of answers.
     """
     if kind == "reward":
         return [list(group) for group in rewards]
-    if kind == "batch":
-        every = [reward for group in rewards for reward in group]
-        mean, deviation = _moments(every)
-        return [[(reward - mean) / (deviation + EPSILON) for reward in group] for group in rewards]
     return [_of_group(group, kind) for group in rewards]
 
 

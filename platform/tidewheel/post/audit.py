@@ -15,7 +15,7 @@ import numpy as np
 from tidewheel import storage
 from tidewheel.errors import StorageError
 from tidewheel.post import ledger
-from tidewheel.post.advantages import advantages
+from tidewheel.post.credit import Judged, credits
 from tidewheel.post.episodes import replies
 from tidewheel.post.ledger import StepEntry
 from tidewheel.post.prompts import Prompts, read_prompts
@@ -132,6 +132,29 @@ def _groups(entry: StepEntry, shard: RolloutShard, prompts: Prompts, rollouts: R
                 yield f"a rollout of {prompt.id!r} begins with another prompt"
     if np.any(shard.versions[0] != np.where(shard.learnt[0] == 1, entry.version, NO_VERSION)):
         yield "a token was sampled by another version of the policy than the ledger says"
-    planned = advantages(shard.rewards.astype(np.float64).reshape(-1, size).tolist(), rollouts.advantage)
-    if not np.allclose(np.array(planned).ravel(), shard.advantages, rtol=1e-4, atol=1e-5):
+    yield from _credits(shard, rollouts)
+
+
+def _credits(shard: RolloutShard, rollouts: RolloutsConfig) -> Iterator[str]:
+    """Yield whether advantages or returns are others than those that follow from the rewards of a step."""
+    rows = range(len(shard.rewards))
+
+    def of_sampled(name: str, row: int) -> list[float]:
+        """Return the values of a column for the tokens that the policy sampled; [] if the row has none."""
+        found = shard.of_row(name, row)
+        return found[shard.of_row("learnt", row) == 1].tolist() if len(found) else []
+
+    if rollouts.kl_weight and any(not of_sampled("reference", row) for row in rows):
+        yield "a rollout has no log-probabilities under the reference model"
+        return
+    answers = [Judged(reward, of_sampled("log_probabilities", row), of_sampled("reference", row),
+                      of_sampled("values", row)) for row, reward in enumerate(shard.rewards.tolist())]
+    groups = [answers[begin:begin + rollouts.group] for begin in range(0, len(answers), rollouts.group)]
+    planned = [credit for group in credits(groups, rollouts) for credit in group]
+    if not np.allclose([credit.advantage for credit in planned], shard.advantages, rtol=1e-4, atol=1e-5):
         yield "the advantages do not follow from the rewards"
+    for name in ("advantages", "returns"):
+        wanted = [value for credit in planned for value in getattr(credit, name)]
+        stored = [value for row in rows for value in of_sampled(name, row)]
+        if len(wanted) != len(stored) or not np.allclose(wanted, stored, rtol=1e-4, atol=1e-5):
+            yield f"the {name} of the tokens do not follow from the rewards"

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ import pyarrow as pa
 from tidewheel import storage
 from tidewheel.errors import RolloutError
 from tidewheel.post import ledger
-from tidewheel.post.advantages import advantages
+from tidewheel.post.credit import Judged, credits
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.ledger import EQUAL, Dropped, StepEntry
 from tidewheel.post.policy import Version, wait_for
@@ -33,6 +33,7 @@ from tidewheel.shards.manifest import GROWING, ROLLOUTS, Manifest
 from tidewheel.shards.rollouts import NO_VERSION
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.policy.config import RolloutsConfig
 
 logger = logging.getLogger(__name__)
 LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS = 0.02, 1.0
@@ -147,7 +148,7 @@ class Collector:
         groups = [results[position] for position in admitted]
         dropped = tuple(Dropped(position, group.prompt_id, self._reason(group))
                         for position, group in sorted(results.items()) if self._reason(group))
-        [info] = [write_shard(self._folder, table_of(groups, self._rollouts.advantage, self._prompts,
+        [info] = [write_shard(self._folder, table_of(groups, self._rollouts, self._prompts,
                                                      self._known.manifest.token_dtype))]
         entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped,
                           *self._rollouts.judge_keys())
@@ -180,27 +181,55 @@ class Collector:
                 fix="give prompts that the policy solves sometimes, or set rollouts.resample to false")
 
 
-def table_of(groups: list[Group], kind: str, prompts: Prompts, token_dtype: str) -> pa.Table:
+def table_of(groups: list[Group], settings: RolloutsConfig, prompts: Prompts, token_dtype: str) -> pa.Table:
     """Return the groups of a step as a table with the columns of `shards.format.rollout_schema`.
 
     Args:
         groups: the admitted ones, in order.
-        kind: `rollouts.advantage`.
+        settings: from rewards to advantages.
         prompts: the prompts.
         token_dtype: of the set.
     """
     columns: dict[str, list[Any]] = {name: [] for name in rollout_schema(token_dtype).names}
-    for group, values in zip(groups, advantages([group.rewards for group in groups], kind)):
+    for group, given in zip(groups, credits([judged(group) for group in groups], settings)):
         prompt = prompts.at(group.position)
-        for sample, (answer, reward, advantage) in enumerate(zip(group.answers, group.rewards, values)):
+        for sample, (answer, reward, credit) in enumerate(zip(group.answers, group.rewards, given)):
             columns["prompt_id"].append(group.prompt_id)
             columns["sample"].append(sample)
             columns["prompt_length"].append(len(prompt.tokens))
             columns["tokens"].append([*prompt.tokens, *answer.tokens])
-            columns["learnt"].append(answer.learnt)
+            learnt = answer.learnt
+            columns["learnt"].append(learnt)
             columns["log_probabilities"].append(answer.log_probabilities)
-            columns["versions"].append([group.version if learnt else NO_VERSION for learnt in answer.learnt])
-            columns["reference"].append([])
+            columns["versions"].append([group.version if sampled else NO_VERSION for sampled in learnt])
+            columns["reference"].append(group.referred[sample] if group.referred else [])
             columns["reward"].append(reward)
-            columns["advantage"].append(advantage)
+            columns["advantage"].append(credit.advantage)
+            columns["advantages"].append(spread(credit.advantages, learnt))
+            columns["values"].append(group.values[sample] if group.values else [])
+            columns["returns"].append(spread(credit.returns, learnt))
     return pa.table(columns, schema=rollout_schema(token_dtype))
+
+
+def judged(group: Group) -> list[Judged]:
+    """Return the answers of a group with what their advantages follow from."""
+    nothing: tuple[list[float], ...] = ([],) * len(group.answers)
+    answers = []
+    for answer, reward, *columns in zip(group.answers, group.rewards, group.referred or nothing,
+                                        group.values or nothing):
+        learnt = answer.learnt
+        of_sampled = ([value for value, its in zip(column, learnt) if its]
+                      for column in (answer.log_probabilities, *columns))
+        answers.append(Judged(reward, *of_sampled))
+    return answers
+
+
+def spread(values: Sequence[float], learnt: Sequence[int]) -> list[float]:
+    """Return values of the tokens that the policy sampled as values of all tokens, 0 for the others; [] for none.
+
+    Args:
+        values: of the sampled tokens, in order.
+        learnt: 1 for each token that was sampled, 0 for each other one.
+    """
+    following = iter(values)
+    return [next(following) if its else 0.0 for its in learnt] if values else []

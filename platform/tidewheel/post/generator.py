@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tidewheel import storage
 from tidewheel.parts import Code, is_own, name_of
-from tidewheel.post import policy
+from tidewheel.post import policy, token_scores
 from tidewheel.post.groups import Group, Job, Judge, make_group
 from tidewheel.post.waiting import patiently
 from tidewheel.rewards.scoring.process import RewardProcess
@@ -44,7 +45,12 @@ class Generator:
             torch.set_num_threads(max(1, int(self._rollouts.generators.cpus)))
         self._run = storage.store(settings.run_uri)
         self._encoder = of_manifest(storage.store(settings.data.uri), tokenizer)
-        self._model = policy.empty(settings.model, vocabulary_size, device)
+        self._stages, self._values = settings.parallel.pipeline, settings.objective.VALUES
+        self._model = policy.empty(settings.model, vocabulary_size, device, values=self._values)
+        self._reference = None
+        if settings.start_is_reference:
+            self._reference = policy.empty(settings.model, vocabulary_size, device, values=self._values)
+        self._has_reference = False  # until its weights are loaded
         self._sampling = sampling_of(settings, self._encoder.eos)
         self._judge = judge_of(settings)
         self._loaded = ""  # digest of the weights that the model has
@@ -66,8 +72,22 @@ class Generator:
         made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
                           seed=self._rollouts.seed, environment=self._rollouts.environment,
                           special_tokens=self._rollouts.special_tokens)
-        return Group(made.position, made.prompt_id, made.version, made.answers, made.rewards, made.failure, made.detail,
-                     time.process_time() - began)
+        if made.answers:
+            made = self._scored(made, job.prompt.tokens)
+        return replace(made, seconds=time.process_time() - began)
+
+    def _scored(self, made: Group, prompt: Sequence[int]) -> Group:
+        """Return a group with the reference's log-probabilities and the values that training needs."""
+        answers = [answer.tokens for answer in made.answers]
+        if self._reference is not None:
+            if not self._has_reference:
+                policy.load_reference(self._run, self._stages, self._reference)
+                self._has_reference = True
+            referred = token_scores.log_probabilities(self._reference, prompt, answers, self._sampling)
+            made = replace(made, referred=tuple(referred))
+        if self._values:
+            made = replace(made, values=tuple(token_scores.values(self._model, prompt, answers, self._sampling)))
+        return made
 
 
 def sampling_of(config: TrainConfig, eos: int) -> Any:

@@ -38,6 +38,10 @@ class Group:
     version: int
     answers: tuple[Answer, ...] = ()
     rewards: tuple[float, ...] = ()
+    referred: tuple[list[float], ...] = ()
+    """Log-probabilities of the answers' tokens under the reference model; empty: there is none."""
+    values: tuple[list[float], ...] = ()
+    """Value before each token of the answers; empty: there is no value head."""
     failure: str = ""
     """Reason why the group is not trained on, a short name to count by; "" if it has rewards."""
     detail: str = ""

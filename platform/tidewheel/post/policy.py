@@ -119,13 +119,35 @@ def load(run: Store, version: Version, model: Decoder) -> None:
     model.load_state_dict(values)
 
 
-def empty(config: Model, vocabulary_size: int, device: torch.device | str = "cpu") -> Decoder:
+def empty(config: Model, vocabulary_size: int, device: torch.device | str = "cpu", *, values: bool = False) -> Decoder:
     """Return a decoder whose weights `load` will set.
 
     Args:
         config: the run's model.
         vocabulary_size: rows of the embedding.
         device: of the weights.
+        values: whether it has a value head.
     """
     with torch.device(device):
-        return Decoder(config, vocabulary_size).requires_grad_(False)
+        model = Decoder(config, vocabulary_size)
+        if values:
+            model.add_value_head()
+    return model.requires_grad_(False)
+
+
+def load_reference(run: Store, stages: int, model: Decoder) -> None:
+    """Put the weights before the first step into a decoder; see `load`.
+
+    Args:
+        run: the run's folder.
+        stages: see `published`.
+        model: of the run's model.
+
+    Raises:
+        CheckpointError: the version is missing or damaged.
+    """
+    start = published(run, 0, stages)
+    if start is None:
+        raise CheckpointError("the policy before the first step, which is the reference model, is missing",
+                              where=run.at(FOLDER), fix="start a new run with another run.id")
+    load(run, start, model)

@@ -17,6 +17,8 @@ NOTE = ("A step's rollouts: mean reward, tokens of an answer, entropy of the pol
 LEFT, RIGHT = 64.0, 1048.0
 PLOT, SPACE = 90.0, 46.0
 SHOWN_GROUPS, SHOWN_ANSWERS, SHOWN_CHARACTERS = 6, 4, 600
+ALWAYS = ("entropy", "gap", "clipped")
+"""Metrics whose curve is shown also if it is 0 throughout."""
 SURPRISING = 5.0
 """Nats of a token's surprise that have the full colour."""
 
@@ -38,9 +40,10 @@ def section(log: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any
     blocks = [_figures(steps, log)]
     series = [("mean reward", order, [float(steps[step]["reward"]) for step in order]),
               ("tokens of an answer", order, [float(steps[step]["answer_tokens"]) for step in order])]
-    for name, title in (("entropy", "entropy, nats"), ("gap", "gap, nats"), ("clipped", "share of tokens clipped")):
+    for name, title in (("entropy", "entropy, nats"), ("gap", "gap, nats"), ("clipped", "share of tokens clipped"),
+                        ("reference_kl", "KL to the reference, nats"), ("value_loss", "loss of the values")):
         known = [step for step in sorted(trained) if name in trained[step]]
-        if known:
+        if any(name in ALWAYS or trained[step][name] for step in known):
             series.append((title, known, [float(trained[step][name]) for step in known]))
     blocks.append(_plots(series))
     if newest:

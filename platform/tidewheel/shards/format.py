@@ -16,6 +16,8 @@ from tidewheel.errors import ShardError
 from tidewheel.shards.manifest import REBUILD, TOKEN_DTYPES, ShardInfo, shard_name
 from tidewheel.storage import Store, content_hash
 
+OF_TOKENS = ("advantages", "values", "returns")
+"""Columns of rollouts whose tokens are not all treated alike; see `rollout_schema`."""
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=None, metadata_version=pa.ipc.MetadataVersion.V5)
 
 
@@ -93,7 +95,10 @@ def rollout_schema(token_dtype: str) -> pa.Schema:
     - versions: list<int32>, version of that policy for each token of the answer; -1 where not sampled.
     - reference: list<float>, log-probabilities under the reference model; an empty list if they are not known.
     - reward: float, the rollout's own.
-    - advantage: float, what the objective multiplies with.
+    - advantage: float, what the objective multiplies with; the mean of `advantages` where tokens have their own.
+    - advantages: list<float>, of each token of the answer; an empty list if the tokens of a rollout share one.
+    - values: list<float>, estimate of the return from each token on, by a value head; an empty list without one.
+    - returns: list<float>, what the value head learns; an empty list without one.
 
     Raises:
         ValueError: `token_dtype` is neither "uint16" nor "uint32".
@@ -103,7 +108,7 @@ def rollout_schema(token_dtype: str) -> pa.Schema:
         pa.field("tokens", pa.list_(token_type(token_dtype))), pa.field("learnt", pa.list_(pa.uint8())),
         pa.field("log_probabilities", pa.list_(pa.float32())), pa.field("versions", pa.list_(pa.int32())),
         pa.field("reference", pa.list_(pa.float32())), pa.field("reward", pa.float32()),
-        pa.field("advantage", pa.float32())])
+        pa.field("advantage", pa.float32()), *(pa.field(name, pa.list_(pa.float32())) for name in OF_TOKENS)])
 
 
 def token_type(token_dtype: str) -> pa.DataType:

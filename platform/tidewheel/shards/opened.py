@@ -77,10 +77,14 @@ class Rows:
     referred: np.ndarray | None = None
     """[B, L] fp32: the same under a reference model; None: the set has none."""
     advantages: np.ndarray | None = None
-    """[B] fp32, of rollouts."""
+    """Of rollouts: [B] fp32, or [B, L] if tokens have their own."""
     step_labels: np.ndarray | None = None
     """[B, L] int8: 1 at the end of a right step of an answer, 0 at that of a wrong one, else -1; None: the set has
     none."""
+    values: np.ndarray | None = None
+    """[B, L] fp32: estimate of the return from each token on when it was sampled; None: the set has none."""
+    returns: np.ndarray | None = None
+    """[B, L] fp32: what a value head learns; None: the set has none."""
 
     @property
     def answers(self) -> int:

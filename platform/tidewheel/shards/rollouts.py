@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards.format import only_batch, rollout_schema, stored_batch
+from tidewheel.shards.format import OF_TOKENS, only_batch, rollout_schema, stored_batch
 from tidewheel.shards.manifest import REBUILD, ROLLOUTS, Manifest, ShardInfo
 from tidewheel.shards.opened import OpenedSet, Rows
 
@@ -23,6 +23,8 @@ NO_VERSION = -1
 """Version of tokens that no policy sampled."""
 OF_ANSWER = ("learnt", "log_probabilities", "versions")
 """Columns with a value for each token of the answer."""
+OPTIONAL = ("reference", *OF_TOKENS)
+"""Columns with a value for each token of the answer, or none."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class RolloutShard:
     learnt: tuple[np.ndarray, np.ndarray]
     log_probabilities: tuple[np.ndarray, np.ndarray]
     versions: tuple[np.ndarray, np.ndarray]
-    reference: tuple[np.ndarray, np.ndarray]
-    """Of rows without log-probabilities under the reference model, nothing."""
+    optional: dict[str, tuple[np.ndarray, np.ndarray]]
+    """The columns in `OPTIONAL`; of rows without them, nothing."""
     advantages: np.ndarray
     """[n] fp32."""
     rewards: np.ndarray
@@ -50,6 +52,10 @@ class RolloutShard:
         """Return the tokens of each row, int32 [n]."""
         return np.diff(self.tokens[1])
 
+    def of_row(self, name: str, row: int) -> np.ndarray:
+        """Return the values of one of `OF_ANSWER` or `OPTIONAL` for the tokens of a row's answer, maybe none."""
+        return _of_row(self.optional[name] if name in self.optional else getattr(self, name), row)
+
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> RolloutShard:
         """Return the columns of a batch."""
@@ -58,7 +64,7 @@ class RolloutShard:
             return column.values.to_numpy(), column.offsets.to_numpy()
 
         return cls(batch.column("prompt_length").to_numpy(), flat("tokens"), flat("learnt"),
-                   flat("log_probabilities"), flat("versions"), flat("reference"),
+                   flat("log_probabilities"), flat("versions"), {name: flat(name) for name in OPTIONAL},
                    batch.column("advantage").to_numpy(), batch.column("reward").to_numpy(), batch)
 
 
@@ -78,16 +84,17 @@ def problem_of(shard: RolloutShard, manifest: Manifest) -> str:
     for name in OF_ANSWER:
         if np.any(np.diff(getattr(shard, name)[1]) != answers):
             return f"{name} has not one value for each token of an answer"
-    of_reference = np.diff(shard.reference[1])
-    if np.any((of_reference != 0) & (of_reference != answers)):
-        return "reference has not one value for each token of an answer"
+    for name, (_, bounds) in shard.optional.items():
+        known = np.diff(bounds)
+        if np.any((known != 0) & (known != answers)):
+            return f"{name} has not one value for each token of an answer"
     if int(shard.tokens[0].max()) >= manifest.vocabulary_size:
         return f"a token is outside the vocabulary of {manifest.vocabulary_size}"
     if shard.learnt[0].max() > 1 or np.any(np.add.reduceat(shard.learnt[0], shard.learnt[1][:-1]) == 0):
         return "learnt has values other than 0 and 1, or marks no token of an answer"
-    floats = (shard.log_probabilities[0], shard.reference[0], shard.advantages)
+    floats = [shard.log_probabilities[0], shard.advantages, *(values for values, _ in shard.optional.values())]
     if not all(np.isfinite(values).all() for values in floats) or shard.log_probabilities[0].max() > 0:
-        return "a log-probability or advantage is not finite, or a log-probability is above 0"
+        return "a log-probability, advantage or value is not finite, or a log-probability is above 0"
     return ""
 
 
@@ -118,10 +125,10 @@ class RolloutSet(OpenedSet[RolloutShard]):
         positions = np.zeros(shape, dtype=np.int32)
         mask = np.zeros(shape, dtype=np.uint8)
         sampled = np.zeros(shape, dtype=np.float32)
-        referred = np.zeros(shape, dtype=np.float32)
+        optional = {name: np.zeros(shape, dtype=np.float32) for name in OPTIONAL}
         lengths = np.zeros(len(shards), dtype=np.int32)
         advantages = np.zeros(len(shards), dtype=np.float32)
-        knows_reference = True
+        missing = set() if len(shards) else set(OPTIONAL)
         for slot, (index, row) in enumerate(zip(shards.tolist(), rows.tolist())):
             shard = self.shard(index)
             row_tokens = _of_row(shard.tokens, row)
@@ -131,15 +138,18 @@ class RolloutSet(OpenedSet[RolloutShard]):
             positions[slot, :size] = np.arange(size)
             mask[slot, prompt:size] = _of_row(shard.learnt, row)
             sampled[slot, prompt:size] = _of_row(shard.log_probabilities, row)
-            of_reference = _of_row(shard.reference, row)
-            if len(of_reference):
-                referred[slot, prompt:size] = of_reference
-            else:
-                knows_reference = False
+            for name, column in shard.optional.items():
+                of_answer = _of_row(column, row)
+                if len(of_answer):
+                    optional[name][slot, prompt:size] = of_answer
+                else:
+                    missing.add(name)
             lengths[slot], advantages[slot] = size, shard.advantages[row]
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
-        return Rows(tokens, lengths, segments, positions, ids, mask, sampled=sampled,
-                    referred=referred if knows_reference and len(shards) else None, advantages=advantages)
+        known = {name: values for name, values in optional.items() if name not in missing}
+        return Rows(tokens, lengths, segments, positions, ids, mask, sampled=sampled, referred=known.get("reference"),
+                    advantages=known.get("advantages", advantages), values=known.get("values"),
+                    returns=known.get("returns"))
 
 
 def read_shard(set_store: storage.Store, info: ShardInfo, manifest: Manifest) -> RolloutShard:

@@ -229,8 +229,13 @@ def _rollout_columns(rows: Rows, part: slice, device: torch.device) -> RolloutCo
         moved[:, :-1] = values[part][:, 1:]
         return torch.from_numpy(moved).to(device)
 
-    referred = None if rows.referred is None else of_targets(rows.referred)
-    return RolloutColumns(of_targets(rows.sampled), torch.from_numpy(rows.advantages[part].copy()).to(device), referred)
+    def if_read(values: np.ndarray | None) -> torch.Tensor | None:
+        return None if values is None else of_targets(values)
+
+    shared = rows.advantages.ndim == 1
+    advantages = torch.from_numpy(rows.advantages[part].copy()).to(device) if shared else of_targets(rows.advantages)
+    return RolloutColumns(of_targets(rows.sampled), advantages, if_read(rows.referred), if_read(rows.values),
+                          if_read(rows.returns))
 
 
 class BatchDigest:

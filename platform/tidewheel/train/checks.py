@@ -300,7 +300,7 @@ def _lasts(config: TrainConfig, source: Source) -> None:
 
 
 IDENTITY = ("model", "adapter", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head",
-            "reference", "teacher")
+            "value_head", "reference", "teacher")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """Properties of the shards that an error names when another shard set is given."""
 
@@ -315,6 +315,7 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
             "tokenizer": source.manifest.tokenizer.get("hash"),
             "code": {name: code.hash for name, code in config.own_parts().items()} or None,
             "head": name_of(type(config.objective)) if config.objective.HEAD else None,
+            "value_head": config.objective.VALUES or None,
             "reference": source.reference or None, "teacher": source.teacher or None}
 
 

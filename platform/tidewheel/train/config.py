@@ -28,6 +28,7 @@ from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.policy.config import RolloutsConfig
+from tidewheel.train.policy.objective import PolicyObjective
 from tidewheel.train.tasks_config import TasksConfig
 
 
@@ -338,6 +339,9 @@ class TrainConfig(Config):
         if self.evaluation.separate and self.checkpoint.keep_best:
             raise ValueError("checkpoint.keep_best needs the validation loss when a checkpoint is saved, but "
                              "evaluation.separate finds it later; nearest legal choice: evaluation.separate false")
+        if self.objective.VALUES and self.adapter is not None:
+            raise ValueError(f"objective.kind {name_of(type(self.objective))} trains a value head on the whole model; "
+                             "nearest legal choice: no adapter")
         if self.rollouts is not None and (problem := self._against_rollouts(self.rollouts)):
             raise ValueError(problem)
         from tidewheel.train.parallel import legal
@@ -390,15 +394,27 @@ class TrainConfig(Config):
         if self.reproducible and rollouts.environment is not None and not rollouts.environment.DETERMINISTIC:
             return (f"reproducible, but the replies of rollouts.environment.kind {name_of(type(rollouts.environment))} "
                     "do not follow from its seed; nearest legal choice: reproducible false")
+        if (rollouts.advantage == "gae") != self.objective.VALUES:
+            fitting = objectives.where(lambda objective: objective.VALUES)
+            return (f"objective.kind {name_of(type(self.objective))} with rollouts.advantage {rollouts.advantage}: "
+                    f"only gae uses a value head; nearest legal choice: objective.kind {fitting} with advantage gae")
         longest = rollouts.sequence_length or self.model.max_sequence_length
         if rollouts.answer_tokens >= longest:
             return (f"rollouts.answer_tokens {rollouts.answer_tokens} leaves no room for a prompt in {longest} tokens; "
                     f"nearest legal choice: {longest // 2}")
-        temperature = getattr(self.objective, "temperature", rollouts.temperature)
-        if temperature != rollouts.temperature:
-            return (f"objective.temperature {temperature:g} is not that of the rollouts, {rollouts.temperature:g}; set "
-                    "both to one value")
+        if self.objective.needs_teacher and not getattr(self.objective, "teacher", ""):
+            return (f"objective.kind {name_of(type(self.objective))} learns from answers that are new at each step, so "
+                    "its teacher runs beside it: set objective.teacher to a run or checkpoint")
+        if isinstance(self.objective, PolicyObjective) and self.objective.temperature != rollouts.temperature:
+            return (f"objective.temperature {self.objective.temperature:g} is not that of the rollouts, "
+                    f"{rollouts.temperature:g}; set both to one value")
         return ""
+
+    @property
+    def start_is_reference(self) -> bool:
+        """Whether rollouts have log-probabilities under the policy before the first step, the reference model."""
+        in_loss = isinstance(self.objective, PolicyObjective) and self.objective.reference_weight > 0
+        return self.rollouts is not None and (in_loss or self.rollouts.kl_weight > 0)
 
     def own_parts(self) -> dict[str, Code]:
         """Return where the source of each part outside this package is, by the field that holds the part."""

@@ -66,4 +66,6 @@ def cut(rows: Rows, part: slice, length: int) -> Rows:
                 rows.ids[part], shorter_if_read(rows.loss_mask), rows.parts, chosen_if_read(rows.reference),
                 None if rows.teacher is None else rows.teacher.cut(part, length), chosen_if_read(rows.margins),
                 chosen_if_read(rows.desirable), shorter_if_read(rows.sampled), shorter_if_read(rows.referred),
-                chosen_if_read(rows.advantages), shorter_if_read(rows.step_labels))
+                chosen_if_read(rows.advantages) if rows.advantages is None or rows.advantages.ndim == 1
+                else shorter(rows.advantages), shorter_if_read(rows.step_labels),
+                shorter_if_read(rows.values), shorter_if_read(rows.returns))

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Dimension = Literal["tensor", "pipeline", "context"]
 DIMENSIONS: tuple[Dimension, ...] = ("tensor", "pipeline", "context")
-Bound = Callable[["torch.Tensor", Callable[["torch.Tensor"], "torch.Tensor"]], "torch.Tensor"]
-"""The objective of one micro-batch; the decoder calls it with its hidden states and its output layer."""
+Bound = Callable[..., "torch.Tensor"]
+"""The objective of one micro-batch; the decoder calls it as `models.decoder.HeadObjective` says."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ class Outputs:
     Args:
         hidden: normalised hidden states [B, L, D]; with tensor parallelism, of this rank's positions only.
         make_logits: the model's output layer.
+        values: fp32 [B, L] of the value head; None: the model has none.
     """
 
     hidden: torch.Tensor
     make_logits: Callable[[torch.Tensor], torch.Tensor]
+    values: torch.Tensor | None = None
 
     def logits(self) -> torch.Tensor:
         """Return the logits [B, L, V] of all positions of `batch.tokens`, in the dtype of the matrix products."""
@@ -96,6 +98,8 @@ class Objective(Part):
     """Whether it also learns from preference sets whose rows have one answer, desirable or not."""
     HEAD: ClassVar[int] = 0
     """Outputs of a head that replaces the matrix of logits, which then are [B, L, HEAD]; 0: the decoder's own."""
+    VALUES: ClassVar[bool] = False
+    """Whether a value head beside the output layer estimates the return from each position on, `Outputs.values`."""
     UNDECISIVE: ClassVar[tuple[str, ...]] = ()
     """Settings that change how sums are computed but not their values; the recipe hash leaves them out."""
 
@@ -180,9 +184,10 @@ class Objective(Part):
         """
         import torch
 
-        def of(hidden: torch.Tensor, make_logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def of(hidden: torch.Tensor, make_logits: Callable[[torch.Tensor], torch.Tensor],
+               values: torch.Tensor | None = None) -> torch.Tensor:
             with calling(self):
-                sums = self.sums(Outputs(hidden, make_logits), batch)
+                sums = self.sums(Outputs(hidden, make_logits, values), batch)
             _check(self, sums)
             loss = sums.loss.float()
             if not self.METRICS:

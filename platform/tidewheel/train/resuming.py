@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tidewheel.models.decoder import VALUE_HEAD
 from tidewheel.train import checks, parallel
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.optim.build import model_state
@@ -134,13 +135,14 @@ class Resuming:
                 training.runtime.checkpoints.load_from(training.model.adapter.init_from, values)
                 training.model.refresh()
             return
-        if not config.model.init_from or config.objective.HEAD:
+        if not config.model.init_from or config.objective.HEAD or config.objective.VALUES:
             parallel.init_weights(training.model, config.seed)
         if not config.model.init_from:
             return
         weights = model_state(training.model)
         if config.objective.HEAD:
             del weights[HEAD_WEIGHT]
+        weights.pop(VALUE_HEAD, None)
         training.runtime.checkpoints.load_from(config.model.init_from, {"model": weights})
         training.model.refresh()
 

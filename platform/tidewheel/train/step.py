@@ -40,9 +40,13 @@ class RolloutColumns:
     sampled: torch.Tensor
     """fp32 [B, L]: log-probability of each target under the policy that sampled it; 0 where there is no target."""
     advantages: torch.Tensor
-    """fp32 [B]."""
+    """fp32 [B], or [B, L] if targets have their own."""
     referred: torch.Tensor | None = None
     """fp32 [B, L]: log-probability of each target under the reference model; None: not known."""
+    values: torch.Tensor | None = None
+    """fp32 [B, L]: estimate of the return from each target on when it was sampled; None: not known."""
+    returns: torch.Tensor | None = None
+    """fp32 [B, L]: what a value head learns; None: not known."""
 
 
 @dataclass(frozen=True)

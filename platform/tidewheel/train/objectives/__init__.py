@@ -17,7 +17,9 @@ from tidewheel.train.objectives.grpo import GRPO as GRPO
 from tidewheel.train.objectives.gspo import GSPO as GSPO
 from tidewheel.train.objectives.kto import KTO as KTO
 from tidewheel.train.objectives.next_token import NextToken as NextToken
+from tidewheel.train.objectives.on_policy_distillation import OnPolicyDistillation as OnPolicyDistillation
 from tidewheel.train.objectives.orpo import ORPO as ORPO
+from tidewheel.train.objectives.ppo import PPO as PPO
 from tidewheel.train.objectives.reinforce import Reinforce as Reinforce
 from tidewheel.train.objectives.reward_model import RewardModel as RewardModel
 from tidewheel.train.objectives.rloo import RLOO as RLOO

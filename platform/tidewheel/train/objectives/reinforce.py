@@ -1,4 +1,4 @@
-"""REINFORCE++: the clipped loss with advantages that are normalised over the whole step."""
+"""REINFORCE++: the clipped loss with returns that are normalised over the whole step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidewheel.versions import Version
 
 class Reinforce(PolicyObjective):
     """REINFORCE++ (https://arxiv.org/abs/2501.03262): PPO's clipped loss with a mean over all tokens. Its advantages
-    are normalised over the step instead of the group: `rollouts.advantage: batch`."""
+    are returns from each token on, normalised over the tokens of the step: `rollouts.advantage: batch`."""
 
     VERSION = Version("objective_reinforce", uses=(SURROGATE,))
 

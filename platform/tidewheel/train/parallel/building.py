@@ -99,7 +99,7 @@ def _complete(config: TrainConfig, runtime: Runtime, model: ParallelModel) -> Pa
 
 
 def decoder_of(config: TrainConfig, vocabulary_size: int) -> Decoder:
-    """Return the decoder of a run, with the objective's head in the place of the output matrix if it has one.
+    """Return the decoder of a run, with the objective's head in the place of the output matrix or beside it.
 
     Args:
         config: of the run.
@@ -107,7 +107,10 @@ def decoder_of(config: TrainConfig, vocabulary_size: int) -> Decoder:
     """
     head = config.objective.HEAD
     if not head:
-        return Decoder(config.model, vocabulary_size, config.objective.token_loss())
+        decoder = Decoder(config.model, vocabulary_size, config.objective.token_loss())
+        if config.objective.VALUES:
+            decoder.add_value_head()
+        return decoder
     model = config.model.model_copy(update={"tie_embeddings": False})  # the head has weights of its own
     whole = Decoder(model, vocabulary_size, config.objective.token_loss())
     whole.output = nn.Linear(model.dim, head, bias=False)

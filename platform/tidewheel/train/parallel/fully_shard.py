@@ -189,8 +189,9 @@ def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, res
         if not any(True for _ in part.embedding.children()):  # the backward pass of an adapter reads it
             part.embedding.set_unshard_in_backward(False)  # type: ignore[operator]
     if part.norm is not None and part.output is not None:
-        last = [_Unit((part.norm, part.output), is_end=True)]
-        fully_shard([part.norm, part.output], reshard_after_forward=False, **settings)
+        end = (part.norm, part.output, *(() if part.value_head is None else (part.value_head,)))
+        last = [_Unit(end, is_end=True)]
+        fully_shard(list(end), reshard_after_forward=False, **settings)
         _gather_with(last[0], part.norm)
     fully_shard(part, reshard_after_forward=False, **settings)  # without parameters, unless embeddings are tied
     units = [*first, *inner, *last]

@@ -49,7 +49,7 @@ def cut(model: Decoder, stage: Stage) -> Decoder:
         if index not in stage.blocks:
             delattr(model.blocks, str(index))  # unlike `del blocks[index]`, which renames the others
     if not stage.last:
-        model.norm = model.output = None
+        model.norm = model.output = model.value_head = None
     elif model.output is None:
         model.output = nn.Linear(model.config.dim, model.vocabulary_size, bias=False, device="meta",
                                  dtype=model.weight.dtype)

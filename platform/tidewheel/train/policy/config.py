@@ -35,6 +35,15 @@ class GeneratorsConfig(Config):
     """Nodes that they run on, spot nodes for example."""
 
 
+class OverlongConfig(Config):
+    """DAPO's penalty for answers near the limit (https://arxiv.org/abs/2503.14476, equation 13)."""
+
+    buffer_tokens: int = Field(default=0, ge=0)
+    """From this many tokens below `answer_tokens` on, each token of an answer costs `penalty` / `buffer_tokens`."""
+    penalty: float = Field(default=1.0, gt=0)
+    """Of an answer of `answer_tokens` tokens."""
+
+
 class RolloutsConfig(Config):
     """Prompts, sampling, rewards and schedule of reinforcement learning.
 
@@ -68,10 +77,21 @@ class RolloutsConfig(Config):
     """Sample from this many most likely tokens; 0: from all. Log-probabilities stay those of all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the fewest tokens whose probabilities add up to this."""
-    advantage: Literal["group", "group_mean", "leave_one_out", "batch", "reward"] = "group"
+    advantage: Literal["group", "group_mean", "leave_one_out", "batch", "reward", "gae"] = "group"
     """From rewards to advantages. group: minus the group's mean, divided by its deviation (GRPO). group_mean: minus the
-    mean (Dr. GRPO). leave_one_out: minus the mean of the others (RLOO). batch: minus the step's mean, divided by its
-    deviation (REINFORCE++). reward: the reward itself."""
+    mean (Dr. GRPO). leave_one_out: minus the mean of the others (RLOO). batch: of each token the return from it on,
+    minus the mean over the step's tokens, divided by their deviation (REINFORCE++). reward: the reward itself. gae: of
+    each token the generalised advantage estimate, normalised as in batch (PPO)."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Of advantage batch and gae: discount of a reward for each token before it."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Of advantage gae (https://arxiv.org/abs/1506.02438): 1 sums the rewards alone, 0 trusts the next token's
+    value."""
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Subtract this times log(p / p of the policy before the first step) from the rewards: with advantage batch and gae
+    from that of each token, otherwise their sum from the answer's. `objective.reference_weight` has it in the loss."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Penalty for long answers. `resample` and the figures of a step take rewards without it and without the KL."""
     resample: bool = False
     """Drop groups whose rewards are all equal, and go on to the next prompts until the step is full (DAPO's dynamic
     sampling)."""
@@ -95,9 +115,22 @@ class RolloutsConfig(Config):
         if self.resample and self.group < 2:
             raise ValueError("resample drops groups whose rewards are equal, but a group is one answer; nearest legal "
                              "choice: resample false")
+        if self.gae_lambda != 0.95 and self.advantage != "gae":
+            raise ValueError(f"gae_lambda has no effect on advantage {self.advantage}; leave it out")
+        if self.gamma != 1 and not self.by_token:
+            raise ValueError(f"gamma has no effect on advantage {self.advantage}, which all tokens of an answer share; "
+                             "leave it out")
+        if self.overlong.buffer_tokens > self.answer_tokens:
+            raise ValueError(f"overlong.buffer_tokens {self.overlong.buffer_tokens} is more than answer_tokens "
+                             f"{self.answer_tokens}; nearest legal choice: {self.answer_tokens // 4}")
         if self.reward is None and self.environment is None:
             raise ValueError("reward: what judges the answers? Name a reward, or an environment that gives rewards")
         return self
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens have advantages of their own."""
+        return self.advantage in ("batch", "gae")
 
     def judging(self) -> tuple[Reward | Environment, ...]:
         """Return the parts that rewards follow from."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
+from tidewheel.errors import ConfigError
 from tidewheel.shards.manifest import ROLLOUTS
 from tidewheel.train.objective import Dimension, Objective, Outputs, Sums
 from tidewheel.versions import Version
@@ -53,6 +54,14 @@ class PolicyObjective(Objective):
     mask_ratio: float = Field(default=0.0, ge=0)
     """Leave out tokens whose ratio is above this or below its inverse, because the sampler computed something else than
     training does; 0: leave out none."""
+    correction: Literal["none", "truncated", "masked"] = "none"
+    """Importance correction for a sampler that is not the present policy. none: it is in the ratio that is clipped.
+    truncated, masked: that ratio is to the present policy, and each loss is multiplied by p / p when sampled, without a
+    gradient; above `correction_bound` it is that bound (https://fengyao.notion.site/off-policy-rl), or 0."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """token: each token has its own correction. sequence: the product over the answer."""
+    correction_bound: float = Field(default=3.0, ge=1)
+    """Largest correction; 3 is TRL's."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature that the rollouts were sampled with."""
     reference_weight: float = Field(default=0.0, ge=0)
@@ -73,6 +82,9 @@ class PolicyObjective(Objective):
             raise ValueError(f"answer_tokens has no effect on average {self.average}; leave it out")
         if self.most_ratio and self.most_ratio <= 1:
             raise ValueError(f"most_ratio {self.most_ratio:g} would clip a ratio of 1; nearest legal choice: 2")
+        if self.correction == "none" and (self.correction_level, self.correction_bound) != ("token", 3.0):
+            raise ValueError("correction_level and correction_bound have no effect on correction none; nearest legal "
+                             "choice: correction truncated")
         if self.mask_ratio and self.mask_ratio <= 1:
             raise ValueError(f"mask_ratio {self.mask_ratio:g} would leave out a ratio of 1; nearest legal choice: 2")
         return self
@@ -93,7 +105,7 @@ class PolicyObjective(Objective):
         Args:
             log_ratio: fp32 [B, L], or [B, 1] with one ratio for an answer.
             log_p: fp32 [B, L], log-probabilities of the tokens.
-            advantages: fp32 [B, 1].
+            advantages: fp32 [B, 1], or [B, L] if tokens have their own.
         """
         from tidewheel.train.policy.surrogates import clipped
 
@@ -106,20 +118,29 @@ class PolicyObjective(Objective):
 
         from tidewheel.models.loss import IGNORED
         from tidewheel.train.policy.averages import ratio_of, token_weights
-        from tidewheel.train.policy.surrogates import is_clipped, k3
+        from tidewheel.train.policy.surrogates import bounded, is_clipped, k3
         from tidewheel.train.policy.token_statistics import token_statistics
 
         rollouts = batch.rollouts
         assert rollouts is not None, "checked before training: the set is of rollouts"
+        if self.reference_weight and rollouts.referred is None:
+            raise ConfigError("the rollouts have no log-probabilities under a reference model",
+                              where="objective.reference_weight", fix="leave it out, or give rollouts that have them")
         log_p, entropy = token_statistics(outputs, batch, temperature=self.temperature,
                                           chunk_tokens=self.chunk_tokens, entropy_gradient=self.entropy_weight > 0)
         learnt = (batch.targets != IGNORED).float()
         weights = token_weights(learnt, self.average)
-        advantages, difference = rollouts.advantages[:, None], log_p - rollouts.sampled
+        advantages = rollouts.advantages if rollouts.advantages.ndim == 2 else rollouts.advantages[:, None]
+        difference = log_p - rollouts.sampled
         log_ratio = ratio_of(difference, learnt, self.ratio)
         kept = weights
+        if self.correction != "none":
+            log_ratio = ratio_of(log_p - log_p.detach(), learnt, self.ratio)
+            level = "token" if self.correction_level == "token" else "product"
+            correction = ratio_of(difference.detach(), learnt, level).exp()
+            kept = weights * bounded(correction, self.correction_bound, truncated=self.correction == "truncated")
         if self.mask_ratio:
-            kept = weights.masked_fill(difference.detach().abs() > math.log(self.mask_ratio), 0.0)
+            kept = kept.masked_fill(difference.detach().abs() > math.log(self.mask_ratio), 0.0)
         loss = (self.surrogate(log_ratio, log_p, advantages) * kept).sum()
         kl = torch.zeros_like(log_p) if rollouts.referred is None else k3(log_p, rollouts.referred)
         if self.reference_weight:
@@ -130,7 +151,8 @@ class PolicyObjective(Objective):
             if self.average == "constant":  # metrics are means over tokens, then over answers
                 weights = self.answer_tokens * token_weights(learnt, "sequences")
             removed = is_clipped(log_ratio, advantages, self.epsilon, self.epsilon_high)
-            values = {"ratio": log_ratio.exp(), "clipped": removed.float(), "gap": difference.abs(),
-                      "entropy": entropy, "reference_kl": kl}
+            ratio = ratio_of(difference, learnt, self.ratio).exp()
+            values = {"ratio": ratio, "clipped": removed.float(), "gap": difference.abs(), "entropy": entropy,
+                      "reference_kl": kl}
             metrics = {name: (value * weights).sum() for name, value in values.items()}
         return Sums(loss, metrics)

@@ -42,6 +42,7 @@ class Publishing:
 
     def __init__(self, config: TrainConfig, model: ParallelModel, store: Store) -> None:
         self._rollouts, self._steps = config.rollouts, config.steps
+        self._keeps_start = config.start_is_reference
         self._model, self._store = model, store
         self._stage, self._stages = model.mesh.coordinate("pipeline"), model.mesh.size("pipeline")
         self._writes = model.mesh.coordinate(*(name for name in DIMS if name != "pipeline")) == 0
@@ -91,13 +92,13 @@ class Publishing:
         return {int(head["version"]): str(head["file"]) for head in heads}
 
     def _remove(self, files: dict[int, str], oldest: int) -> None:
-        """Remove the versions before `oldest`.
+        """Remove the versions before `oldest`, but not a start that is the reference model.
 
         Args:
             files: of all versions in the store; those that are removed are taken out.
             oldest: first version that a step still needs.
         """
-        for version in [version for version in files if version < oldest]:
+        for version in [version for version in files if self._keeps_start <= version < oldest]:
             file = files.pop(version)
             self._store.delete(head_key(version, self._stage, self._stages))
             if file not in files.values():

@@ -61,6 +61,36 @@ def soft(log_ratio: torch.Tensor, advantages: torch.Tensor, positive: float, neg
     return -torch.sigmoid(temperatures * (log_ratio.exp() - 1)) * 4 / temperatures * advantages
 
 
+def bounded(ratio: torch.Tensor, most: float, *, truncated: bool) -> torch.Tensor:
+    """Return importance ratios that are at most `most`.
+
+    Args:
+        ratio: p / p when sampled.
+        most: the bound.
+        truncated: larger ratios become the bound; otherwise they become 0.
+    """
+    return ratio.clamp(max=most) if truncated else ratio.masked_fill(ratio > most, 0.0)
+
+
+def clipped_values(values: torch.Tensor, before: torch.Tensor, returns: torch.Tensor, clip: float
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return PPO's loss of values and where clipping removes its gradient: half the squared error, at least that of the
+    value kept within `clip` of the one before (https://arxiv.org/abs/2005.12729, section 3).
+
+    Args:
+        values: of the value head now.
+        before: when the tokens were sampled.
+        returns: what to learn.
+        clip: how far a value may move from `before`; 0: any distance.
+    """
+    errors = (values - returns).square()
+    if not clip:
+        return errors / 2, torch.zeros_like(errors, dtype=torch.bool)
+    within = before + (values - before).clamp(-clip, clip)
+    clipped_errors = (within - returns).square()
+    return torch.maximum(errors, clipped_errors) / 2, clipped_errors > errors
+
+
 def k3(log_p: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return an unbiased estimate of KL(p || reference) that is never negative: r - log r - 1 with r = reference / p.
 

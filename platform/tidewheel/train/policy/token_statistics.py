@@ -24,9 +24,10 @@ def token_statistics(outputs: Outputs, batch: MicroBatch, *, temperature: float,
         entropy_gradient: whether the entropy has a gradient, which takes memory for one more [tokens, V].
     """
     def of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = logits.float()  # before the division, as when they were sampled
         if temperature != 1:
             logits = logits / temperature
-        every = logits.float().log_softmax(-1)
+        every = logits.log_softmax(-1)
         has_target = targets != IGNORED
         values = every.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         if entropy_gradient:

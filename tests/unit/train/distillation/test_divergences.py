@@ -18,7 +18,7 @@ from tidewheel.models.loss import IGNORED
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.distillation.divergences import divergence, top_and_rest
 from tidewheel.train.objective import Outputs, TopK
-from tidewheel.train.objectives import Distillation
+from tidewheel.train.objectives import Distillation, OnPolicyDistillation
 from tidewheel.train.step import MicroBatch
 
 VOCABULARY, WIDTH = 50, 8
@@ -80,6 +80,17 @@ CASES = [(kind, temperature, chunk) for kind in KINDS for temperature, chunk in 
 @every(CASES)
 def test_losses_and_gradients_are_trls(case: tuple[dict[str, Any], float, int]):
     compare(case, trl_loss)
+
+
+@pytest.mark.long
+def test_on_policy_distillation_is_trls_gkd_on_the_students_answers():
+    student, teacher, tensors = models()
+    objective, batch = OnPolicyDistillation(teacher="run"), rows(teacher)
+    sums = objective.sums(student, batch)
+    expected = trl_loss(student.logits(), teacher.logits(), batch.targets, {"divergence": "reverse_kl"}, 1.0)
+    assert sums.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(torch.autograd.grad(sums.loss, tensors), torch.autograd.grad(expected, tensors)):
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
 
 
 @every(CASES)

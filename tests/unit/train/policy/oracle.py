@@ -63,6 +63,9 @@ TABLE = [
     Row("gspo", {"loss_type": "grpo", **_SEQUENCE, "epsilon": 3e-4, "epsilon_high": 4e-4}, {}),
     Row("cispo", {"loss_type": "cispo", "epsilon_high": 1.05}, {"epsilon_high": 0.05}),
     _row("sapo", "sapo"), Row("rloo", {"epsilon_high": HIGH}), _row("reinforce", "dapo"),
+    *(_row(kind, kind, {"mode": f"{level}_{mode}"}, correction=correction, correction_level=level, correction_bound=1.1)
+      for kind, level in (("grpo", "token"), ("dapo", "sequence"))
+      for mode, correction in (("truncate", "truncated"), ("mask", "masked"))),
 ]
 
 
@@ -119,6 +122,7 @@ def _trl(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tuple[torch
     disable_progress_bars()
     trainer_class, config_class = (RLOOTrainer, RLOOConfig) if row.kind == "rloo" else (GRPOTrainer, GRPOConfig)
     settings = {"beta": 0.0, "epsilon": EPSILON, "temperature": 1.0, **row.trl}
+    mode = settings.pop("mode", "")
     if settings["beta"]:  # TRL reads its reference from a folder
         model.config._name_or_path = model.name_or_path = tempfile.mkdtemp()
         reference.save_pretrained(model.name_or_path)
@@ -132,9 +136,29 @@ def _trl(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tuple[torch
     fields = _fields(batch)
     if row.kind == "rloo":
         fields["old_logps"] = (fields["old_per_token_logps"] * fields["completion_mask"]).sum(1)
+    if mode:  # as if vLLM had sampled
+        fields["importance_sampling_ratio"] = _correction(mode, model, batch, fields)
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        del fields["old_per_token_logps"]  # of the present policy
     model.train()
     loss = trainer.compute_loss(model, fields)
     return loss, {"entropy": float(np.mean(trainer._metrics["train"]["entropy"]))}
+
+
+def _correction(mode: str, model: Any, batch: MicroBatch, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the importance ratios that TRL computes when it has sampled, at most 1.1."""
+    from tidewheel.train.preferences.log_probabilities import token_log_probabilities
+
+    with torch.no_grad():
+        present = token_log_probabilities(outputs_of(model, batch), batch.targets, 0)
+    now = torch.zeros_like(fields["old_per_token_logps"])
+    for index, (prompt, answer, _) in enumerate(ROLLOUTS):
+        now[index, :len(answer)] = present[index, len(prompt) - 1:len(prompt) + len(answer) - 1]
+    difference = (now - fields["old_per_token_logps"]) * fields["completion_mask"]
+    if mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    return ratio.clamp(max=1.1) if mode.endswith("truncate") else ratio.masked_fill(ratio > 1.1, 0.0)
 
 
 def _fields(batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -28,6 +28,9 @@ class Rollout:
     reference: tuple[float, ...] = ()
     learnt: tuple[int, ...] = ()
     """Empty: the policy sampled every token of the answer."""
+    advantages: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    returns: tuple[float, ...] = ()
 
 
 def random_rollouts(count: int, seed: int = 0, length: int = LENGTH) -> list[Rollout]:
@@ -51,7 +54,8 @@ def table_of(rows: Sequence[Rollout]) -> pa.Table:
         "learnt": [list(row.learnt) or [1] * len(row.answer) for row in rows],
         "log_probabilities": [row.log_probabilities for row in rows],
         "versions": [[0] * len(row.answer) for row in rows], "reference": [list(row.reference) for row in rows],
-        "reward": [max(0.0, row.advantage) for row in rows], "advantage": [row.advantage for row in rows]},
+        "reward": [max(0.0, row.advantage) for row in rows], "advantage": [row.advantage for row in rows],
+        **{name: [list(getattr(row, name)) for row in rows] for name in ("advantages", "values", "returns")}},
         schema=rollout_schema("uint16"))
 
 
