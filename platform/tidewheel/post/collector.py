@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -103,8 +104,8 @@ class Collector:
         """Make the waves that are missing.
 
         Raises:
-            RolloutError: too many groups failed, or had equal rewards.
-        OwnershipError: another driver has written a wave meanwhile.
+                RolloutError: too many groups failed, or had equal rewards.
+            OwnershipError: another driver has written a wave meanwhile.
         """
         done = len(self._known.manifest.waves)
         first = ledger.read(self._folder, done, self._known.manifest.shards[-1].name).next if done else 0
@@ -145,12 +146,18 @@ class Collector:
         groups = [results[position] for position in admitted]
         dropped = tuple(Dropped(position, group.prompt_id, self._reason(group))
                         for position, group in sorted(results.items()) if self._reason(group))
+        entry = self._write(groups, StepEntry(step, first, behind, version.number, version.digest, "", tuple(admitted),
+                                              dropped))
+        return entry, list(results.values())
+
+    def _write(self, groups: list[Group], entry: StepEntry) -> StepEntry:
+        """Write a step's shard, entry and wave; return the entry with the name of the shard."""
         [info] = [write_shard(self._folder, table_of(groups, self._rollouts.advantage, self._prompts,
                                                      self._known.manifest.token_dtype))]
-        entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped)
+        entry = replace(entry, shard=info.name)
         ledger.write(self._folder, entry)
         self._known = growing.publish(self._folder, self._known, [info], alone=False)
-        return entry, list(results.values())
+        return entry
 
     def _reason(self, group: Group) -> str:
         """Return why a group is dropped, "" if it is not."""

@@ -82,6 +82,23 @@ def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: thread
     return None
 
 
+def newest(run: Store, stages: int) -> Version | None:
+    """Return the newest version of which all stages are published, None if there is none.
+
+    Args:
+        run: the run's folder.
+        stages: see `published`.
+    """
+    ending = head_key(0, 0, stages).partition(".")[2]
+    numbers = sorted(int(entry.key.rpartition("/")[2].partition(".")[0]) for entry in run.list(FOLDER)
+                     if entry.key.endswith(f".{ending}"))
+    for number in reversed(numbers):
+        version = published(run, number, stages)
+        if version is not None:
+            return version
+    return None
+
+
 def load(run: Store, version: Version, model: Decoder) -> None:
     """Put a version's weights into a decoder, having checked the hash of every file.
 

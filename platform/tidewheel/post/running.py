@@ -21,6 +21,8 @@ from tidewheel.post.groups import Group
 from tidewheel.post.ledger import LOG, StepEntry
 from tidewheel.post.pool import OnEvent, Pool
 from tidewheel.post.prompts import Prompts, read_prompts
+from tidewheel.post.recorded import RecordedCollector
+from tidewheel.post.replay import check_replay
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
 from tidewheel.storage import content_hash
 from tidewheel.train.config import TrainConfig
@@ -55,6 +57,9 @@ def prepare(run: Run) -> Prepared | None:
     config = run.config
     if config.rollouts is None or run.prepared is not None:
         return run.prepared
+    if config.rollouts.replay:
+        check_replay(config)
+        return None
     encoder, data = tokenizer_of(config)
     longest = config.rollouts.sequence_length or config.model.max_sequence_length
     prompts = read_prompts(config.rollouts.prompts, encoder, room=longest - config.rollouts.answer_tokens,
@@ -81,7 +86,7 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
         make_pool: starts the generators, from the arguments of `Generator`, the settings and a listener.
     """
     config, prepared = run.config, prepare(run)
-    if prepared is None:
+    if prepared is None or config.rollouts is None:
         yield
         return
     log = JsonLog(run.store, LOG)
@@ -94,11 +99,12 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     if folder.exists(FAILED):
         folder.delete(FAILED)
     known = open_set(folder, head_of(config, prepared.prompts, prepared.tokenizer, prepared.vocabulary_size))
+    made: type[Collector] = RecordedCollector if config.rollouts.schedule == "recorded" else Collector
     code = [asdict(its) for its in config.code()]
     pool = make_pool((config.canonical(), code, prepared.tokenizer, prepared.vocabulary_size), config, record)
     ended = threading.Event()
-    collector = Collector(config, prepared.prompts, known, pool, ended=ended,
-                          on_step=lambda entry, groups, seconds: record("step", **figures(entry, groups, seconds)))
+    collector = made(config, prepared.prompts, known, pool, ended=ended,
+                     on_step=lambda entry, groups, seconds: record("step", **figures(entry, groups, seconds)))
     thread = threading.Thread(target=_collect, args=(collector, run, ended), name="rollouts", daemon=True)
     thread.start()
     try:
@@ -122,7 +128,8 @@ def figures(entry: StepEntry, groups: list[Group], seconds: float) -> dict[str, 
     answers = [answer for group in groups for answer in group.answers]
     tokens = sum(group.tokens for group in groups)
     return {
-        "step": entry.step, "version": entry.version, "groups": len(groups), "admitted": len(entry.admitted),
+        "step": entry.step, "version": entry.version, "lag": sum(entry.lags) / max(1, len(entry.lags)),
+        "groups": len(groups), "admitted": len(entry.admitted),
         "dropped": dict(entry.reasons()), "reward": sum(rewards) / max(1, len(rewards)),
         "answer_tokens": tokens / max(1, len(answers)), "tokens": tokens,
         "stopped": sum(answer.stopped for answer in answers) / max(1, len(answers)), "seconds": round(seconds, 4),

@@ -50,7 +50,7 @@ class Publishing:
     def is_due(self, step: int) -> bool:
         """Return whether a later step samples with the policy after `step`; 0 is before the first step."""
         rollouts = self._rollouts
-        return rollouts is not None and (step == 0 or step + 1 + rollouts.look_ahead <= self._steps)
+        return rollouts is not None and rollouts.is_sampled_with(step, self._steps)
 
     def gather(self) -> dict[str, torch.Tensor]:
         """Return this stage's tensors as whole tensors in host memory; {} on the ranks that do not write."""
