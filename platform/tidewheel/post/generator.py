@@ -9,6 +9,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.parts import Code, is_own, name_of
 from tidewheel.post import policy
+from tidewheel.post.fetching import Fetched, Fetcher
 from tidewheel.post.groups import Group, Job, Judge, make_group
 from tidewheel.rewards.scoring.process import RewardProcess
 from tidewheel.train.config import TrainConfig
@@ -44,6 +45,7 @@ class Generator:
         self._sampling = sampling_of(settings, self._encoder.eos)
         self._judge = judge_of(settings)
         self._loaded = ""  # digest of the weights that the model has
+        self._fetcher = Fetcher(self._run)
 
     def make(self, job: Job) -> Group:
         """Return the group of a job.
@@ -52,14 +54,16 @@ class Generator:
             CheckpointError: the job's version of the policy is missing or damaged.
         """
         began = time.process_time()
+        fetched = Fetched()
         if job.version.digest != self._loaded:
             self._loaded = ""
-            policy.load(self._run, job.version, self._model)
+            files, fetched = self._fetcher.fetch(job.version)
+            policy.put(files, job.version, self._model, self._run.uri)
             self._loaded = job.version.digest
         made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
                           seed=self._rollouts.seed)
         return Group(made.position, made.prompt_id, made.version, made.answers, made.rewards, made.failure, made.detail,
-                     time.process_time() - began)
+                     time.process_time() - began, fetched)
 
 
 def sampling_of(config: TrainConfig, eos: int) -> Any:

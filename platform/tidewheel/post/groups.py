@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tidewheel.inference.group import Answer, Sampling, sample_group
 from tidewheel.models.decoder import Decoder
+from tidewheel.post.fetching import Fetched
 from tidewheel.post.policy import Version
 from tidewheel.post.prompts import Prompt
 from tidewheel.rewards.scoring.base import Sample, Scores
@@ -41,6 +42,8 @@ class Group:
     detail: str = ""
     seconds: float = field(default=0.0, compare=False)
     """Processor time of sampling and judging."""
+    fetched: Fetched = field(default=Fetched(), compare=False)
+    """What the process read to have the policy's version."""
 
     @property
     def tokens(self) -> int:

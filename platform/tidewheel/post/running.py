@@ -17,6 +17,7 @@ from tidewheel.checkpoint.verify import locate
 from tidewheel.errors import ConfigError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.post.collector import Collector, head_of, open_set
+from tidewheel.post.fetching import Fetched
 from tidewheel.post.groups import Group
 from tidewheel.post.ledger import LOG, StepEntry
 from tidewheel.post.pool import OnEvent, Pool
@@ -127,13 +128,15 @@ def figures(entry: StepEntry, groups: list[Group], seconds: float) -> dict[str, 
     rewards = [reward for group in groups for reward in group.rewards]
     answers = [answer for group in groups for answer in group.answers]
     tokens = sum(group.tokens for group in groups)
+    fetched = sum((group.fetched for group in groups), Fetched())
     return {
         "step": entry.step, "version": entry.version, "lag": sum(entry.lags) / max(1, len(entry.lags)),
         "groups": len(groups), "admitted": len(entry.admitted),
         "dropped": dict(entry.reasons()), "reward": sum(rewards) / max(1, len(rewards)),
         "answer_tokens": tokens / max(1, len(answers)), "tokens": tokens,
         "stopped": sum(answer.stopped for answer in answers) / max(1, len(answers)), "seconds": round(seconds, 4),
-        "processor_seconds": round(sum(group.seconds for group in groups), 4)}
+        "processor_seconds": round(sum(group.seconds for group in groups), 4),
+        "fetched": {**asdict(fetched), "seconds": round(fetched.seconds, 4)}}
 
 
 def _collect(collector: Collector, run: Run, ended: threading.Event) -> None:

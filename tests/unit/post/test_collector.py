@@ -16,6 +16,7 @@ from tidewheel.inference.group import Answer
 from tidewheel.post import ledger, policy
 from tidewheel.post.advantages import advantages
 from tidewheel.post.collector import Collector, head_of, open_set
+from tidewheel.post.fetching import Fetcher
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.ledger import Dropped
 from tidewheel.post.running import Prepared, prepare
@@ -156,9 +157,9 @@ def test_a_changed_version_of_the_policy_is_refused(tmp_path: Path):
     assert version is not None
     assert policy.published(run, 1, 1) is None
     assert policy.published(run, 0, 2) is None
-    run.write(version.files[0].key, b"x")
+    run.write(version.files[0].whole.key, b"x")
     with pytest.raises(Exception, match="the weights have changed"):
-        policy.load(run, version, policy.empty(config.model, 128))
+        Fetcher(run).fetch(version)
 
 
 def test_advantages_follow_their_formulas():

@@ -84,6 +84,9 @@ class RolloutsConfig(Config):
     look_ahead: int = Field(default=0, ge=0, le=1024)
     """Steps that the sampling policy is behind, at most with schedule recorded. With 0 sampling and training take
     turns, with 1 they overlap."""
+    weights: Literal["trained", "bf16"] = "trained"
+    """Matrices that generators get. trained: as the trainer has them, so that both compute the same. bf16: rounded, for
+    half of the bytes and much smaller deltas; the gap between trainer and generator is then not 0."""
     replay: str = ""
     """URI of a run: train on its rollouts, in the order of its ledger, without any generator."""
     seed: int = Field(default=0, ge=0)
