@@ -20,10 +20,11 @@ from tidewheel.post.collector import Collector, head_of, open_set
 from tidewheel.post.fetching import Fetched
 from tidewheel.post.groups import Group
 from tidewheel.post.ledger import LOG, StepEntry
-from tidewheel.post.pool import OnEvent, Pool
+from tidewheel.post.pool import OnEvent, Pool, RayPool
 from tidewheel.post.prompts import Prompts, read_prompts
 from tidewheel.post.recorded import RecordedCollector
 from tidewheel.post.replay import check_replay
+from tidewheel.post.scaling import Scaling, Training
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
 from tidewheel.storage import content_hash
 from tidewheel.train.config import TrainConfig
@@ -104,8 +105,18 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     code = [asdict(its) for its in config.code()]
     pool = make_pool((config.canonical(), code, prepared.tokenizer, prepared.vocabulary_size), config, record)
     ended = threading.Event()
-    collector = made(config, prepared.prompts, known, pool, ended=ended,
-                     on_step=lambda entry, groups, seconds: record("step", **figures(entry, groups, seconds)))
+    scaling = Scaling(config.rollouts) if config.rollouts.generators.min_processes else None
+    training = Training(run.store, config.parallel.pipeline)
+
+    def on_step(entry: StepEntry, groups: list[Group], seconds: float) -> None:
+        record("step", **figures(entry, groups, seconds))
+        if scaling is not None and isinstance(pool, RayPool):
+            before, ahead = scaling.processes, training.ahead(entry.step)
+            if scaling.after(ahead) != before:
+                pool.resize(scaling.processes)
+                record("generators_scaled", step=entry.step, ahead=ahead, before=before, now=scaling.processes)
+
+    collector = made(config, prepared.prompts, known, pool, ended=ended, on_step=on_step)
     thread = threading.Thread(target=_collect, args=(collector, run, ended), name="rollouts", daemon=True)
     thread.start()
     try:

@@ -22,6 +22,9 @@ class GeneratorsConfig(Config):
 
     processes: int = Field(default=1, ge=1, le=4096)
     """Number of processes; fewer run while the cluster has less room."""
+    min_processes: int = Field(default=0, ge=0, le=4096)
+    """If above 0, a cluster has this many to `processes`: fewer while rollouts are `look_ahead` steps ahead of
+    training, more while training waits for them."""
     cpus: float = Field(default=1.0, gt=0)
     """CPUs reserved for, and threads used by, each."""
     gpus: float = Field(default=0.0, ge=0)
@@ -32,6 +35,13 @@ class GeneratorsConfig(Config):
     """A group that has ended this many processes, or used up their leases, is dropped."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes that they run on, spot nodes for example."""
+
+    @pydantic.model_validator(mode="after")
+    def _bounds(self) -> GeneratorsConfig:
+        if self.min_processes > self.processes:
+            raise ValueError(f"min_processes {self.min_processes} is above processes {self.processes}; nearest legal "
+                             f"choice: {self.processes}")
+        return self
 
 
 class RolloutsConfig(Config):
