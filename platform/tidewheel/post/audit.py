@@ -57,7 +57,9 @@ class RolloutAudit:
         """Return a summary of a few lines."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
         head = (f"rollouts of {self.steps} steps: {self.admitted} groups admitted ({self.epochs:.2f} epochs of the "
-                f"prompts), dropped: {reasons}; the sampling policy is at most {self.most_lag} version(s) behind")
+                f"prompts), dropped: {reasons}")
+        if self.most_lag:
+            head += f"; the policy that sampled was at most {self.most_lag} version(s) behind"
         if self.open:
             head += f"; {self.open} groups are being sampled, or wait for a step"
         if self.ok:

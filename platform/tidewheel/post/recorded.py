@@ -32,7 +32,7 @@ class RecordedCollector(Collector):
         self._first = self._next = 0  # prompt that was not given out before this step, and before now
         self._waiting = deque[int]()  # positions that a driver before this one has given out
         self._out: dict[int, Version] = {}  # positions that generators have
-        self._ready: dict[int, tuple[Group, Version]] = {}  # done and in no step yet, in this order
+        self._ready: dict[int, tuple[Group, Policy]] = {}  # done and in no step yet, in this order
         self._dropped: dict[int, Group] = {}  # since the last entry
         self._newest: Version | None = None
         self._looked = 0.0
@@ -44,6 +44,7 @@ class RecordedCollector(Collector):
             last = ledger.read(self._folder, done, self._known.manifest.shards[-1].name)
             self._first = self._next = last.next
             self._waiting = deque(last.open)
+        self._take_over()
         for step in range(done + 1, self._config.steps + 1):
             began = time.monotonic()
             positions = self._filled(step)
@@ -55,21 +56,31 @@ class RecordedCollector(Collector):
             for position in positions:
                 del self._ready[position]
             self._first, self._dropped = self._next, {}
+            self._kept.keep_only(set(self._ready))
             self._on_step(entry, sampled, time.monotonic() - began)
+
+    def _take_over(self) -> None:
+        """Take the groups that were done when a driver before this one ended, and give out the others that it had."""
+        kept = {position: group for position, group in self._kept.load().items()
+                if position in self._waiting or position >= self._next}
+        begun = max([self._next, *(position + 1 for position in kept)])
+        had = {*self._waiting, *range(self._next, begun)}
+        self._ready, self._waiting, self._next = kept, deque(sorted(had - set(kept))), begun
 
     def _filled(self, step: int) -> list[int] | None:
         """Return the positions that a step admits, once there are enough; None if the work is ended."""
         while not self._ended.is_set():
             self._give_out(step)
             positions = admissible(
-                [(position, self._deadline(version)) for position, (_, version) in self._ready.items()],
-                [self._deadline(version) for version in self._out.values()], step, self._needed)
+                [(position, self._deadline(policy.version)) for position, (_, policy) in self._ready.items()],
+                [self._deadline(version.number) for version in self._out.values()], step, self._needed)
             if len(positions) == self._needed:
                 return positions
             if not self._out:
                 self._ended.wait(self._poll)
                 continue
             group = self._pool.next(min(self._poll, NEXT_SECONDS))
+            self._kept.write_due()
             if group is not None:
                 version = self._out.pop(group.position)
                 if self._reason(group):
@@ -77,19 +88,20 @@ class RecordedCollector(Collector):
                     done = [group for group, _ in self._ready.values()][:self._needed]
                     self._check(step, {**self._dropped, **{group.position: group for group in done}})
                 else:
-                    self._ready[group.position] = (group, version)
+                    self._ready[group.position] = (group, Policy(version.number, version.digest))
+                    self._kept.add(*self._ready[group.position])
         return None
 
-    def _deadline(self, version: Version) -> int:
-        """Return the last step for which a policy may sample."""
-        return min(version.number + 1 + self._rollouts.look_ahead, self._config.steps)
+    def _deadline(self, version: int) -> int:
+        """Return the last step for which a version of the policy may sample."""
+        return min(version + 1 + self._rollouts.look_ahead, self._config.steps)
 
     def _give_out(self, step: int) -> None:
         """Give out prompts while their groups fit into the steps that the newest policy may sample for."""
         version = self._look(step)
         if version is None:
             return
-        room = (self._deadline(version) - step + 1) * self._needed
+        room = (self._deadline(version.number) - step + 1) * self._needed
         while len(self._ready) + len(self._out) < room:
             if self._waiting:
                 position = self._waiting.popleft()
@@ -103,14 +115,14 @@ class RecordedCollector(Collector):
         if self._looked and time.monotonic() - self._looked < self._poll:
             return self._newest
         self._looked = time.monotonic()
-        if self._newest is None or self._deadline(self._newest) < step:
+        if self._newest is None or self._deadline(self._newest.number) < step:
             self._newest = newest(self._run, self._stages)
         elif (version := published(self._run, self._newest.number + 1, self._stages)) is not None:
             self._newest = version
         return self._newest
 
     def _entry(self, step: int, positions: list[int]) -> StepEntry:
-        sampled = [Policy(version.number, version.digest) for version in (self._ready[its][1] for its in positions)]
+        sampled = [self._ready[position][1] for position in positions]
         policies = sorted(set(sampled), key=lambda policy: (policy.version, policy.weights))
         open_positions = {*self._out, *self._ready, *self._waiting} - set(positions)
         dropped = tuple(Dropped(position, group.prompt_id, self._reason(group))

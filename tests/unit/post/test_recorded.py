@@ -16,11 +16,14 @@ from tidewheel import cli, storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
 from tidewheel.errors import ConfigError
-from tidewheel.post import ledger
+from tidewheel.post import kept, ledger
 from tidewheel.post.audit import audit_rollouts
 from tidewheel.post.collector import head_of, open_set
+from tidewheel.post.fetching import Fetched
 from tidewheel.post.groups import Group, Job
-from tidewheel.post.ledger import StepEntry
+from tidewheel.post.ledger import Policy, StepEntry
+from tidewheel.post.policy import Version
+from tidewheel.post.prompts import Prompt
 from tidewheel.post.recorded import RecordedCollector, admissible
 from tidewheel.post.replay import replayed
 from tidewheel.post.running import prepare
@@ -54,7 +57,9 @@ class TrainerAndPool(ScriptedPool):
     def __init__(self, run: storage.Store, config: TrainConfig, seed: int, kill_at: int = 0) -> None:
         super().__init__(two_fail, seed)
         self._run, self._config, self._kill_at = run, config, kill_at
-        self._trained = -1
+        self._trained = self._collected = -1
+        self.done_in_step = 0
+        self.done: set[int] = set()
         self.most_out = 0
         self.publish()
 
@@ -67,12 +72,17 @@ class TrainerAndPool(ScriptedPool):
 
     def next(self, seconds: float) -> Group | None:
         collected = len(list(self._run.list("rollouts/waves")))
-        if self._kill_at and collected + 1 == self._kill_at:
+        if self._kill_at and collected + 1 == self._kill_at and self.done_in_step == 3:
             raise Killed
+        self.done_in_step = 1 if collected != self._collected else self.done_in_step + 1
+        self._collected = collected
         if self._trained < collected and self._random.random() < 0.3:
             self.publish()
         self.most_out = max(self.most_out, len(self._jobs))
-        return super().next(seconds)
+        group = super().next(seconds)
+        assert group is not None
+        self.done.add(group.position)
+        return group
 
 
 class TrainsMeanwhile(threading.Event):
@@ -91,7 +101,8 @@ class TrainsMeanwhile(threading.Event):
         return self.is_set()
 
 
-def collect(folder: Path, run: str, seed: int, look_ahead: int, kill_at: int = 0) -> tuple[TrainConfig, TrainerAndPool]:
+def collect(folder: Path, run: str, seed: int, look_ahead: int, kill_at: int = 0,
+            pools: list[TrainerAndPool] | None = None) -> tuple[TrainConfig, TrainerAndPool]:
     """Collect the rollouts of a recorded run; a killed driver leaves what it has written."""
     opened = Run.open(rollout_run(folder, run, "batch.global_sequences=16", "batch.micro_sequences=4", f"steps={STEPS}",
                                   "rollouts.schedule=recorded", f"rollouts.look_ahead={look_ahead}"))
@@ -100,6 +111,8 @@ def collect(folder: Path, run: str, seed: int, look_ahead: int, kill_at: int = 0
     if not opened.store.exists("run.json"):
         opened.store.write_json("run.json", {"config": config.canonical()})
     pool = TrainerAndPool(opened.store, config, seed, kill_at)
+    if pools is not None:
+        pools.append(pool)
     head = head_of(config, prepared.prompts, prepared.tokenizer, prepared.vocabulary_size)
     collector = RecordedCollector(config, prepared.prompts, open_set(storage.store(config.data.uri), head), pool,
                                   on_step=lambda *_: None, ended=TrainsMeanwhile(pool))
@@ -123,15 +136,21 @@ def test_every_group_is_admitted_once_within_the_bound_of_the_lag(tmp_path: Path
     assert any(len(entry.policies) > 1 for entry in entries)
 
 
-def test_a_killed_driver_loses_no_group(tmp_path: Path):
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_a_killed_driver_loses_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float):
+    monkeypatch.setattr(kept, "KEEP_SECONDS", seconds)
     for kill_at in (1, 7, 12):
+        pools: list[TrainerAndPool] = []
         with pytest.raises(Killed):
-            collect(tmp_path, f"run{kill_at}", 1, 2, kill_at)
+            collect(tmp_path, f"run{kill_at}", 1, 2, kill_at, pools)
         written = waves(Run.open(rollout_run(tmp_path, f"run{kill_at}")).config)
         taken = {position for entry in written[1] for position in (
             *entry.admitted, *(group.position for group in entry.dropped))}
         config, pool = collect(tmp_path, f"run{kill_at}", 2, 2)
         assert taken.isdisjoint(pool.submitted), "what a step has is not sampled again"
+        if not seconds:
+            assert (pools[0].done - {1, 40}).isdisjoint(pool.submitted), "nor what was done besides"
+        assert not storage.store(config.data.uri).list("done")
         result = audit_rollouts(config.run_uri)
         assert result is not None
         assert result.ok, result.summary()
@@ -182,6 +201,22 @@ def test_a_step_leaves_room_for_groups_at_their_last_chance():
         if unused and passed:  # each place left is needed by an older group that is still out
             last = max(deadlines[position] for position in passed)
             assert any(deadline < last for deadline in out)
+
+
+def test_what_a_driver_has_kept_serves_only_its_own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kept, "KEEP_SECONDS", 0.0)
+    folder, config = storage.store(tmp_path), rollout_run(tmp_path)
+    job = Job(3, Prompt("p", "a", None, (1,)), Version(2, ()))
+    group, policy = replace(answered(job), seconds=0.25, fetched=Fetched(1, 2, 3, 0.1)), Policy(2, "digest")
+    before = kept.Kept(folder, config)
+    before.add(group, policy)
+    [entry] = folder.list("done")
+    assert kept.Kept(folder, config).load() == {3: (group, policy)}
+    assert kept.Kept(folder, rollout_run(tmp_path, "run", "rollouts.temperature=0.5",
+                                         "objective.temperature=0.5")).load() == {}
+    folder.write(entry.key, folder.read(entry.key).replace(b"digest", b"Digest"))
+    assert kept.Kept(folder, config).load() == {}
+    assert not folder.list("done")
 
 
 def no_generator(*_: Any) -> Any:
