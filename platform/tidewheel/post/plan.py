@@ -41,8 +41,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "objective": f"{name_of(type(config.objective))}, advantage {rollouts.advantage}",
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
-        "steps": f"{config.steps:,} of {groups:,} groups, sampled by a policy {at_most}{1 + rollouts.look_ahead} step(s) "
-                 "old",
+        "steps": f"{config.steps:,} of {groups:,} groups, sampled by a policy {at_most}{1 + rollouts.look_ahead} "
+                 "step(s) old",
         "trainers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "
                     f"{config.elastic.gpus_per_worker:g} GPUs each",
         "generators": f"{generators.processes}, {generators.cpus:g} CPUs and {generators.gpus:g} GPUs each"
