@@ -46,11 +46,7 @@ class Kept:
         groups: dict[int, tuple[Group, Policy]] = {}
         for entry in self._folder.list(FOLDER):
             try:
-                data = self._folder.read(entry.key)
-                if key_of(data) != entry.key:
-                    raise ValueError("its hash differs")
-                content = json.loads(data)
-                read = [_parsed(values) for values in content["groups"] if content["recipe"] == self._recipe]
+                read = self._read(entry.key)
             except (ValueError, TypeError, KeyError) as error:
                 logger.warning("%s is damaged, its groups are sampled again: %s", self._folder.at(entry.key), error)
                 self._folder.delete(entry.key)
@@ -58,6 +54,14 @@ class Kept:
             self._files[entry.key] = {group.position for group, _ in read}
             groups |= {group.position: (group, policy) for group, policy in read}
         return groups
+
+    def _read(self, key: str) -> list[tuple[Group, Policy]]:
+        """Return the groups of a file, none if it is of another recipe."""
+        data = self._folder.read(key)
+        if key_of(data) != key:
+            raise ValueError("its hash differs")
+        content = json.loads(data)
+        return [_parsed(values) for values in content["groups"] if content["recipe"] == self._recipe]
 
     def add(self, group: Group, policy: Policy) -> None:
         """Keep a group that is done, with the policy that sampled it; write those so far if it is time."""
