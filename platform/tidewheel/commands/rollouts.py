@@ -32,13 +32,17 @@ def show(
     entry, found = step_rollouts(run, step)
     chosen = [group for group in found if not prompt or group.prompt_id == prompt]
     if as_json:
-        print(json.dumps({"step": entry.step, "version": entry.version, "groups": [
+        print(json.dumps({"step": entry.step, "version": entry.version, "versions": entry.versions, "groups": [
             {"prompt_id": group.prompt_id, "prompt": group.prompt, "answers": [
                 {"sample": answer.sample, "reward": answer.reward, "advantage": answer.advantage, "text": answer.text}
                 for answer in group.answers]} for group in chosen],
             "dropped": [asdict(group) for group in entry.dropped]}))
         return 0
-    print(f"step {entry.step}: {len(entry.admitted)} groups, sampled by the policy after step {entry.version}")
+    oldest = min(entry.versions, default=entry.version)
+    policies = f"policy after step {entry.version}"
+    if oldest < entry.version:
+        policies = f"policies after steps {oldest} to {entry.version}"
+    print(f"step {entry.step}: {len(entry.admitted)} groups, sampled by the {policies}")
     for reason, number in entry.reasons().most_common():
         print(f"  dropped: {number} {printable(reason)}")
     for group in chosen[:groups]:
