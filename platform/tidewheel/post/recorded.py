@@ -128,8 +128,8 @@ class RecordedCollector(Collector):
         dropped = tuple(Dropped(position, group.prompt_id, self._reason(group))
                         for position, group in sorted(self._dropped.items()))
         return StepEntry(step, self._first, self._next, policies[-1].version, policies[-1].weights, "",
-                         tuple(positions), dropped, tuple(sorted(open_positions)), tuple(policies),
-                         tuple(policies.index(policy) for policy in sampled))
+                         tuple(positions), dropped, open=tuple(sorted(open_positions)), policies=tuple(policies),
+                         sampled_by=tuple(policies.index(policy) for policy in sampled))
 
 
 def admissible(ready: Iterable[tuple[int, int]], out: Iterable[int], step: int, needed: int) -> list[int]:
