@@ -48,7 +48,6 @@ from tidewheel.stopping import SIGNALS, Stopped, stopping
 if TYPE_CHECKING:
     from tidewheel.elastic.torchrun import Place
     from tidewheel.train.config import TrainConfig
-    from tidewheel.train.record import TrainResult
 
 app = cyclopts.App(
     name="tidewheel",
@@ -123,24 +122,9 @@ def train(
         from tidewheel.checkpoint.verify import locate
 
         locate(settings.model.init_from)
-    from tidewheel.elastic.leave import leaving
-    from tidewheel.elastic.trainer import fit, fit_local
-    from tidewheel.train.progress import training_bar
+    from tidewheel.commands.fitting import fit_here, print_result
 
-    with training_bar(settings.steps) as on_progress:
-        if local:
-            from tidewheel.train.local_device import describe, local_device
-
-            train_device = local_device(device)
-            console.print(f"training on {describe(train_device)}", markup=False)
-            with stopping(ends_itself=True) as stop:
-                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop, device=train_device)
-        else:
-            from tidewheel.cluster.session import session
-
-            with leaving(run.uri), session(address):
-                result = fit(run, on_progress=on_progress, take_over=take_over)
-    _print_result(result)
+    print_result(fit_here(run, local=local, device=device, address=address, take_over=take_over))
     return 0
 
 
@@ -152,6 +136,7 @@ def _train_rank(settings: TrainConfig, where: Place, device: str, *, take_over: 
         if where.leads:
             print_table(plan(settings), title="what would run")
         return 0
+    from tidewheel.commands.fitting import print_result
     from tidewheel.elastic.torchrun import device_of, fit_ranks
     from tidewheel.train.local_device import describe
     from tidewheel.train.progress import training_bar
@@ -172,18 +157,8 @@ def _train_rank(settings: TrainConfig, where: Place, device: str, *, take_over: 
                 raise
             return stopped.exit_code
     if where.leads:
-        _print_result(result)
+        print_result(result)
     return 0
-
-
-def _print_result(result: TrainResult) -> None:
-    """Print a run's figures, and write its report."""
-    from tidewheel.report.run import write_run_report
-
-    loss = f", loss {result.loss:.4f}" if result.loss is not None else ""
-    validation = f", validation loss {result.validation_loss:.4f}" if result.validation_loss is not None else ""
-    print(f"{result.steps} steps, {result.tokens:,} tokens{loss}{validation}")
-    print(f"report: {write_run_report(result.run_uri)}")
 
 
 @app.command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import ray
 
 from tests.unit.post.runs import rollout_run
 from tidewheel.checkpoint.digest import digest
+from tidewheel.cluster.groups import Group as NodeGroup
 from tidewheel.cluster.local import LocalCluster
 from tidewheel.elastic.trainer import fit, fit_local
 from tidewheel.errors import RolloutError
+from tidewheel.placement import GROUP_LABEL
+from tidewheel.post import generator
 from tidewheel.post.audit import audit_rollouts
-from tidewheel.post.groups import Group
+from tidewheel.post.groups import Group, Job
+from tidewheel.post.policy import Version
 from tidewheel.post.pool import RayPool
+from tidewheel.post.prompts import Prompt
+from tidewheel.post.replay import replayed
 from tidewheel.train.audit import audit
 from tidewheel.train.policy.config import GeneratorsConfig
 
@@ -95,3 +102,90 @@ def test_generators_that_cannot_start_end_the_run_with_the_reason():
         pool.close()
     finally:
         ray.shutdown()
+
+
+class Sleeper:
+    """A generator that needs no model.
+
+    Args:
+        arguments: of `Generator`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def make(self, job: Job) -> Group:
+        time.sleep(0.05)
+        return Group(job.position, job.prompt.id, job.version.number)
+
+
+def test_a_pool_that_shrinks_and_grows_loses_no_job(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generator, "Generator", Sleeper)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        pool = RayPool((), GeneratorsConfig(processes=3, cpus=1), lambda kind, **_: pytest.fail(kind))
+        jobs = [Job(position, Prompt("p", "a", None, (1,)), Version(0, ())) for position in range(60)]
+        for job in jobs:
+            pool.submit(job)
+        done: list[int] = []
+        sizes: list[int] = []
+        while len(done) < len(jobs):
+            pool.resize({0: 3, 1: 1, 2: 2}[len(done) // 20])
+            done.append(first(pool).position)
+            sizes.append(len(pool._idle) + len(pool._leases) + len(pool._starting))
+        assert sorted(done) == list(range(60))
+        assert (sizes[10], sizes[35], sizes[55]) == (3, 1, 2)
+        pool.close()
+    finally:
+        ray.shutdown()
+
+
+def generator_groups() -> set[str]:
+    """Return the groups of the nodes that have generators, or had."""
+    groups = {row["NodeID"]: row["Labels"].get(GROUP_LABEL, "head") for row in ray.nodes()}
+    generators = [actor for actor in ray._private.state.actors().values() if actor["ActorClassName"] == "Generator"]
+    return {groups[actor["Address"]["NodeID"]] for actor in generators if actor["Address"]["NodeID"] in groups}
+
+
+def test_a_recorded_run_on_spot_generators_replays_on_another_number_of_trainers(tmp_path: Path):
+    """Trainers run on demand and generators on spot nodes, which are killed; the replay starts no generator."""
+    config = rollout_run(
+        tmp_path, "recorded", f"steps={STEPS}", "rollouts.schedule=recorded", "rollouts.look_ahead=2",
+        "rollouts.generators={processes: 2, min_processes: 1, placement: {groups: [rollouts-spot]}}",
+        "elastic.placement.groups=[cpu-on-demand]", "elastic.max_workers=1")
+    homes: set[str] = set()
+    with LocalCluster(nodes=0) as cluster:
+        nodes = [cluster.add_node(group=NodeGroup(name, cpus=1)) for name in (
+            "cpu-on-demand", "rollouts-spot", "rollouts-spot")]
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        changes: list[int] = []
+
+        def on_progress(progress: dict[str, Any]) -> None:
+            homes.update(generator_groups())
+            if progress.get("step", 0) >= 6 + 6 * len(changes) and len(changes) < 2:
+                changes.append(progress["step"])
+                if len(changes) == 1:
+                    cluster.kill_node(nodes[-1])
+                else:
+                    cluster.add_node(group=NodeGroup("rollouts-spot", cpus=1))
+
+        try:
+            assert fit(config, on_progress=on_progress).steps == STEPS
+        finally:
+            ray.shutdown()
+    assert len(changes) == 2
+    assert homes == {"rollouts-spot"}
+    for proof in (audit(config.run_uri), audit_rollouts(config.run_uri)):
+        assert proof is not None
+        assert proof.ok, proof.summary()
+    with LocalCluster(nodes=2, cpus_per_node=1) as cluster:
+        again = replayed(config.run_uri, f"{tmp_path}/again", [
+            "elastic.placement.groups=[]", "elastic.min_workers=2", "elastic.max_workers=2"])
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            assert fit(again).steps == STEPS
+            assert not generator_groups()
+        finally:
+            ray.shutdown()
+    assert digest(again.run_uri).state == digest(config.run_uri).state
+    assert audit(again.run_uri).world_sizes == (2,)

@@ -22,13 +22,15 @@ from tidewheel.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 REMOTE = ["run.uri=s3://bucket/runs", "data.uri=s3://bucket/clean/shards"]
+WITH_PROMPTS = [REMOTE[0], "rollouts.prompts=s3://bucket/prompts.jsonl", "model.init_from=s3://bucket/llama"]
 COMPONENTS = ("kueue", "redis", "token-auth", "volcano", "mtls")
 
 
 @functools.cache
 def config(name: str, *overrides: str) -> TrainConfig:
     """Return a run's configuration as it reaches the cluster, with the cache folders that rendering adds."""
-    loaded = load(TrainConfig, ROOT / "jobs/configs" / name, [*REMOTE, *overrides])
+    remote = WITH_PROMPTS if name.startswith("grpo") else REMOTE
+    loaded = load(TrainConfig, ROOT / "jobs/configs" / name, [*remote, *overrides])
     return TrainConfig.model_validate(settings(loaded))
 
 
@@ -44,17 +46,48 @@ def whole() -> tuple[list[Manifest], TrainConfig]:
         kustomize.command = command
 
 
-@pytest.mark.parametrize("overlay", ["kind", "gpu", "gpu-spot"])
+@pytest.mark.parametrize("overlay", ["kind", "gpu", "gpu-spot", "rollouts"])
 def test_everything_in_the_tree_is_clean(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kustomize, "command", lambda: None)
-    run_config = config("demo.yaml" if overlay == "kind" else "llama_8b.yaml")
+    run_config = config({"kind": "demo.yaml", "rollouts": "grpo_8b.yaml"}.get(overlay, "llama_8b.yaml"))
     chosen = [names for count in range(len(COMPONENTS) + 1) for names in itertools.combinations(COMPONENTS, count)
               if not {"kueue", "volcano"} <= set(names)]
     jobs = {"": (), "train": (), "workflow": ("--spec=s3://bucket/workflow.json",)}
-    for components, job in itertools.product(chosen, jobs):
+    for components, job in itertools.product(chosen, ["train"] if overlay == "rollouts" else jobs):
         rendered = render(Request(overlay, tree=ROOT / "k8s", components=components, job=job, config=run_config,
                               arguments=jobs[job]))
         assert lint(rendered, run_config) == [], (components, job)
+
+
+GENERATORS = "rollouts.generators"
+ROLLOUTS = [
+    ((), "gpu-spot", "the overlay rollouts", "workerGroupSpecs"),
+    ((f"{GENERATORS}.placement.groups=[gpu-on-demand]",), "rollouts", "groups of their own", "groupName"),
+    ((f"{GENERATORS}.cpus=100",), "rollouts", "cpus or gpus", "workerGroupSpecs"),
+    (("rollouts.prompts=prompts.jsonl",), "rollouts", "s3://bucket/prompts.jsonl", "rollouts.prompts"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "overlay", "fix", "path"), ROLLOUTS)
+def test_generators_without_room_of_their_own_are_refused(overrides: tuple[str, ...], overlay: str, fix: str, path: str,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kustomize, "command", lambda: None)
+    run_config = config("grpo_8b.yaml", *overrides)
+    rendered = render(Request(overlay, tree=ROOT / "k8s", job="train", config=run_config))
+    problems = lint(rendered, run_config)
+    assert any(fix in problem.fix and problem.path.endswith(path) for problem in problems), problems
+
+
+def test_too_few_pods_for_the_generators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kustomize, "command", lambda: None)
+    run_config = config("grpo_8b.yaml")
+    rendered = render(Request("rollouts", tree=ROOT / "k8s", job="train", config=run_config))
+    assert lint(rendered, run_config) == []
+    job = next(manifest for manifest in rendered if manifest["kind"] == "RayJob")
+    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][2]["maxReplicas"] = 1
+    [problem] = lint(rendered, run_config)
+    assert "room for 8 generators, the run asks for 16" in problem.what
+    assert problem.path == "spec.rayClusterSpec.workerGroupSpecs[2].maxReplicas"
 
 
 def test_the_administrators_queues_are_clean() -> None:

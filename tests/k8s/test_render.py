@@ -24,11 +24,13 @@ from tidewheel.train.config import TrainConfig
 ROOT = Path(__file__).parents[2]
 TREE = ROOT / "k8s"
 REMOTE = ["run.uri=s3://bucket/runs", "data.uri=s3://bucket/clean/shards"]
+WITH_PROMPTS = [REMOTE[0], "rollouts.prompts=s3://bucket/prompts.jsonl", "model.init_from=s3://bucket/llama"]
 REAL = kustomize.command()
 
 
 def training(name: str = "llama_8b.yaml", *overrides: str) -> TrainConfig:
-    return load(TrainConfig, ROOT / "jobs/configs" / name, [*REMOTE, *overrides])
+    remote = WITH_PROMPTS if name.startswith("grpo") else REMOTE
+    return load(TrainConfig, ROOT / "jobs/configs" / name, [*remote, *overrides])
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +82,8 @@ def test_every_pipeline_keeps_its_recipe(path: str) -> None:
     ("gpu-spot", "llama_8b.yaml", ("elastic.min_workers=12", "elastic.max_workers=40"),
      {"gpu-on-demand": (2, 2), "gpu-spot": (0, 2)}),  # of 64 virtual ranks, 16 and 32 workers are the legal numbers
     ("kind", "demo.yaml", (), {"data": (1, 2)}),
+    ("rollouts", "grpo_8b.yaml", (), {"gpu-on-demand": (1, 2), "rollouts-spot": (0, 2)}),
+    ("rollouts", "grpo_8b.yaml", ("rollouts.generators.gpus=2",), {"gpu-on-demand": (1, 2), "rollouts-spot": (0, 4)}),
 ])
 def test_the_number_of_pods_follows_the_runs_limits(overlay: str, config: str, overrides: tuple[str, ...],
                                              expected: dict[str, tuple[int, int]]) -> None:
@@ -112,7 +116,7 @@ def test_a_pipeline_and_a_workflow_have_their_entry_points() -> None:
 
 
 @pytest.mark.parametrize(("request_", "words"), [
-    (Request("gpuu", tree=TREE), "choose from gpu, gpu-spot, kind"),
+    (Request("gpuu", tree=TREE), "choose from gpu, gpu-spot, kind, rollouts"),
     (Request("gpu", tree=TREE, components=("kueu",)), "kueue"),
     (Request("gpu", tree=TREE / "nowhere"), "--tree"),
     (Request("gpu", tree=TREE, job="train"), "YAML file"),
@@ -150,13 +154,14 @@ def test_a_patch_for_another_list_is_refused() -> None:
 
 @pytest.mark.skipif(REAL is None, reason="neither kustomize nor kubectl is here")
 @pytest.mark.parametrize(("overlay", "components", "job"), [
-    ("kind", (), ""), ("gpu", ("token-auth", "redis"), ""), ("gpu-spot", (), "train"),
+    ("kind", (), ""), ("rollouts", (), "train"), ("gpu", ("token-auth", "redis"), ""), ("gpu-spot", (), "train"),
     ("gpu-spot", ("kueue", "redis", "token-auth", "mtls"), "train"), ("gpu", ("volcano",), "workflow")])
 def test_objects_equal_those_of_the_real_kustomize(overlay: str, components: tuple[str, ...], job: str,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     assert REAL is not None
     request = Request(overlay, tree=TREE, components=components, job=job,
-                      config=training("demo.yaml" if overlay == "kind" else "llama_8b.yaml"), namespace="ml",
+                      config=training({"kind": "demo.yaml", "rollouts": "grpo_8b.yaml"}.get(overlay, "llama_8b.yaml")),
+                      namespace="ml",
                       images={"tidewheel": "reg:5000/tw:1"},
                       arguments=("--spec=s3://b/w.json",) if job == "workflow" else ())
     theirs = render(request)

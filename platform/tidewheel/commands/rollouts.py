@@ -9,7 +9,7 @@ from typing import Annotated
 import cyclopts
 from cyclopts import Parameter
 
-from tidewheel.commands.options import AsJson
+from tidewheel.commands.options import Address, AsJson, Overrides
 from tidewheel.printable import printable, printable_lines
 
 app = cyclopts.App(name="rollouts", help="Rollouts of reinforcement learning: answers, rewards and their ledger.")
@@ -32,14 +32,18 @@ def show(
     entry, found = step_rollouts(run, step)
     chosen = [group for group in found if not prompt or group.prompt_id == prompt]
     if as_json:
-        print(json.dumps({"step": entry.step, "version": entry.version, "groups": [
+        print(json.dumps({"step": entry.step, "version": entry.version, "versions": entry.versions, "groups": [
             {"prompt_id": group.prompt_id, "prompt": group.prompt, "answers": [
                 {"sample": answer.sample, "reward": answer.reward, "advantage": answer.advantage, "text": answer.text,
                  "turns": [{"by": by, "text": text} for by, text in answer.turns]}
                 for answer in group.answers]} for group in chosen],
             "dropped": [asdict(group) for group in entry.dropped]}))
         return 0
-    print(f"step {entry.step}: {len(entry.admitted)} groups, sampled by the policy after step {entry.version}")
+    oldest = min(entry.versions, default=entry.version)
+    policies = f"policy after step {entry.version}"
+    if oldest < entry.version:
+        policies = f"policies after steps {oldest} to {entry.version}"
+    print(f"step {entry.step}: {len(entry.admitted)} groups, sampled by the {policies}")
     for reason, number in entry.reasons().most_common():
         print(f"  dropped: {number} {printable(reason)}")
     for group in chosen[:groups]:
@@ -53,4 +57,38 @@ def show(
                 begin = " " * len(begin)
     if len(chosen) > groups:
         print(f"\nand {len(chosen) - groups} more groups: --groups {len(chosen)}")
+    return 0
+
+
+@app.command
+def replay(
+    run: Annotated[str, Parameter(help="URI of a run that is over.")],
+    *,
+    to: Annotated[str, Parameter(help="URI of the new run's folder; its last part becomes run.id.")],
+    set_: Overrides = None,
+    address: Address = None,
+    local: Annotated[bool, Parameter(negative="", help="Train in this process, without Ray.")] = False,
+    device: Annotated[str, Parameter(help="With --local: cpu, cuda or cuda:1.")] = "",
+) -> int:
+    """Train again on a run's rollouts, in the order of its ledger, without any generator.
+
+    In reproducible mode the parameters must come out the same; exit code 2 if not. A killed replay continues when it is
+    started again.
+    """
+    from tidewheel.commands.fitting import fit_here, print_result
+    from tidewheel.errors import CheckpointError
+    from tidewheel.post.replay import replayed, same_parameters
+    from tidewheel.post.running import prepare
+    from tidewheel.train.run import Run
+
+    settings = replayed(run, to, set_ or ())
+    opened = Run.open(settings)
+    prepare(opened)
+    opened.check()  # before a cluster starts for it
+    print_result(fit_here(opened, local=local, device=device, address=address))
+    sha, same = same_parameters(opened.uri, run)
+    print(f"parameters: SHA-256 {sha}, {'the same as' if same else 'other than'} those of {printable(run)}")
+    if settings.reproducible and not same:
+        raise CheckpointError("the replay has other parameters than the run", where=opened.uri,
+                              fix="use the same kind of processor and the library versions in the run's run.json")
     return 0

@@ -143,6 +143,7 @@ def fit_ranks(run: Run | TrainConfig, where: Place, *, device: torch.device | st
     """
     from tidewheel.elastic.faults import report
     from tidewheel.elastic.process_group import GenerationGroup
+    from tidewheel.post.running import prepare
     from tidewheel.train.parallel import legal
     from tidewheel.train.run import Run
 
@@ -150,9 +151,10 @@ def fit_ranks(run: Run | TrainConfig, where: Place, *, device: torch.device | st
     finished = run.result()
     if finished is not None:
         return finished
-    if run.config.rollouts is not None:
+    if run.config.rollouts is not None and not run.config.rollouts.replay:
         raise ConfigError("torchrun starts no processes that sample rollouts", where="rollouts",
                           fix="start the run with `tidewheel train CONFIG`, on a Ray cluster or with --local")
+    prepare(run)
     legal.check_world(run.config, where.world_size)
     run.check()
     stop = stop or Stop()

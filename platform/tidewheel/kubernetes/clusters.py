@@ -143,6 +143,24 @@ def training_groups(cluster: Cluster, config: TrainConfig) -> list[Template]:
             and placement.matches(selector, node_labels(worker))]
 
 
+def generators_per_pod(template: Template, config: TrainConfig) -> int:
+    """Return the number of generators of rollouts that fit into one pod."""
+    assert config.rollouts is not None
+    generators = config.rollouts.generators
+    slots = template.offers("cpu") / Fraction(generators.cpus)
+    if generators.gpus:
+        slots = min(slots, template.offers(GPU) / Fraction(generators.gpus))
+    return math.floor(slots + Fraction(1, 10**6))
+
+
+def generator_groups(cluster: Cluster, config: TrainConfig) -> list[Template]:
+    """Return the worker groups on which generators may run: with GPUs if they use them, and of their placement."""
+    assert config.rollouts is not None
+    generators = config.rollouts.generators
+    return [worker for worker in cluster.workers if bool(worker.offers(GPU)) == bool(generators.gpus)
+            and placement.matches(generators.placement.selector, node_labels(worker))]
+
+
 def node_labels(template: Template) -> dict[str, str]:
     """Return Ray's labels of the nodes of a worker group."""
     return {placement.GROUP_LABEL: get(template.group, "groupName", default=""),
@@ -167,7 +185,8 @@ def wanted(cluster: Cluster, config: TrainConfig) -> list[Replicas]:
     """Return the number of pods that each group of a training run should have.
 
     The smallest legal number of workers always runs; the largest is the limit. If there are on-demand and spot groups,
-    the smallest number is on demand and the spot group has the rest. Groups without room for a worker are left out.
+    the smallest number is on demand and the spot group has the rest. Groups without room for a worker are left out. The
+    first group of generators has room for all of them; on spot nodes it may have no pod.
     """
     from tidewheel.train.parallel import legal
 
@@ -185,4 +204,10 @@ def wanted(cluster: Cluster, config: TrainConfig) -> list[Replicas]:
         template, slots = spot[0]
         rest = largest - replicas[0].least * stable[0][1]
         replicas.append(Replicas(template, 0, max(0, math.ceil(rest / slots))))
+    if config.rollouts is not None and not config.rollouts.replay and config.rollouts.generators.placement.selector:
+        generators = config.rollouts.generators
+        for template in generator_groups(cluster, config)[:1]:
+            slots = max(1, generators_per_pod(template, config))
+            least = 0 if is_spot(template) else math.ceil((generators.min_processes or generators.processes) / slots)
+            replicas.append(Replicas(template, least, math.ceil(generators.processes / slots)))
     return replicas

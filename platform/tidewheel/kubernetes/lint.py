@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 from tidewheel.kubernetes import schemas
 from tidewheel.kubernetes.problem import Manifest, Problem
-from tidewheel.kubernetes.rules import monitoring, operator, pods, policy, queues, references, secrets, training
+from tidewheel.kubernetes.rules import (
+    monitoring,
+    operator,
+    pods,
+    policy,
+    queues,
+    references,
+    rollouts,
+    secrets,
+    training,
+)
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
@@ -36,5 +46,5 @@ def lint(manifests: Sequence[Manifest], config: TrainConfig | None = None) -> li
         config, unusable = training.configuration(manifests)
         problems += unusable
     if config is not None:
-        problems += training.check(manifests, config)
+        problems += [*training.check(manifests, config), *rollouts.check(manifests, config)]
     return list(dict.fromkeys(problems))

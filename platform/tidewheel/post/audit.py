@@ -20,7 +20,7 @@ from tidewheel.post.episodes import replies
 from tidewheel.post.ledger import StepEntry
 from tidewheel.post.prompts import Prompts, read_prompts
 from tidewheel.shards import growing
-from tidewheel.shards.manifest import ROLLOUTS, Manifest
+from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.rollouts import NO_VERSION, RolloutShard, read_shard
 from tidewheel.shards.tokenizer import of_manifest
 from tidewheel.train.config import TrainConfig
@@ -43,6 +43,10 @@ class RolloutAudit:
     """Groups dropped, by reason."""
     epochs: float
     """Passes over the prompts."""
+    open: int = 0
+    """Groups that generators have, or that wait for a step."""
+    most_lag: int = 0
+    """Largest number of versions that a group's policy was behind the one that its step trains."""
     mismatches: tuple[str, ...] = field(default=())
 
     @property
@@ -55,6 +59,10 @@ class RolloutAudit:
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
         head = (f"rollouts of {self.steps} steps: {self.admitted} groups admitted ({self.epochs:.2f} epochs of the "
                 f"prompts), dropped: {reasons}")
+        if self.most_lag:
+            head += f"; the policy that sampled was at most {self.most_lag} version(s) behind"
+        if self.open:
+            head += f"; {self.open} groups are being sampled, or wait for a step"
         if self.ok:
             return f"{head}\nevery prompt was admitted or dropped by name once, and every group is whole"
         listed = [f"- {line}" for line in self.mismatches[:SHOWN]]
@@ -79,7 +87,7 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
     config = with_absolute_uris(TrainConfig.model_validate({**values, "data": {}}))
     rollouts = config.rollouts
     assert rollouts is not None
-    folder = run.child(ROLLOUTS)
+    folder = storage.store(config.data.uri)  # of another run, for a replay
     manifest = growing.read_set(folder)
     encoder = of_manifest(folder, manifest.tokenizer)
     prompts = read_prompts(rollouts.prompts, encoder, room=manifest.sequence_length - rollouts.answer_tokens,
@@ -87,9 +95,12 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
     mismatches = [] if prompts.hash == manifest.recipe_hash else ["the prompts have changed since the run began"]
     first, admitted, dropped = 0, 0, Counter[str]()
     judges: dict[tuple[str, str], int] = {}  # keys of reward and environment, and the first step that has them
+    before: tuple[int, ...] = ()
+    most_lag = 0
     for step, info in enumerate(manifest.shards, start=1):
         entry = ledger.read(folder, step, info.name)
-        mismatches += [f"step {step}: {line}" for line in _entry(entry, first, info.name, rollouts.version_for(step))]
+        mismatches += [f"step {step}: {line}" for line in _entry(entry, first, before, info.name, rollouts)]
+        before, most_lag = entry.open, max(most_lag, *entry.lags)
         shard = read_shard(folder, info, manifest)
         mismatches += [f"step {step}: {line}" for line in _groups(entry, shard, prompts, rollouts, manifest)]
         mismatches += [f"step {step}: {line}" for line in replies(entry, shard, prompts, rollouts, encoder)]
@@ -98,20 +109,35 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
         dropped += entry.reasons()
     mismatches += [f"step {step}: another reward or environment has judged than before" for step in
                    sorted(judges.values())[1:]]
-    return RolloutAudit(len(manifest.shards), admitted, dropped, first / len(prompts.prompts), tuple(mismatches))
+    if before and run.exists("result.json"):
+        mismatches.append(f"the run is over, but the groups at positions {list(before)} are in no step")
+    return RolloutAudit(len(manifest.shards), admitted, dropped, first / len(prompts.prompts), len(before), most_lag,
+                        tuple(mismatches))
 
 
-def _entry(entry: StepEntry, first: int, shard: str, version: int) -> Iterator[str]:
-    """Yield what is wrong with a step's entry in the ledger."""
+def _entry(entry: StepEntry, first: int, before: tuple[int, ...], shard: str, rollouts: RolloutsConfig
+           ) -> Iterator[str]:
+    """Yield what is wrong with a step's entry in the ledger.
+
+    Args:
+        entry: of the step.
+        first: position that no earlier step has come to.
+        before: positions that were open after the step before.
+        shard: name of the wave's shard.
+        rollouts: the run's settings.
+    """
     if entry.first != first:
         yield f"it begins at position {entry.first} of the prompts, the step before ended before {first}"
-    taken = sorted([*entry.admitted, *(group.position for group in entry.dropped)])
-    if taken != list(range(entry.first, entry.next)):
+    taken = sorted([*entry.admitted, *(group.position for group in entry.dropped), *entry.open])
+    if taken != sorted([*before, *range(entry.first, entry.next)]):
         yield "a position of the prompts is neither admitted nor dropped, or both"
     if entry.shard != shard:
         yield f"the ledger belongs to the shard {entry.shard}, but the wave has {shard}"
-    if entry.version != version:
-        yield f"it was sampled by the policy of step {entry.version}, planned was {version}"
+    oldest = rollouts.version_for(entry.step)
+    newest = oldest if rollouts.schedule == "in_order" else entry.step - 1
+    if min(entry.versions) < oldest or max(entry.versions) > newest:
+        yield (f"it was sampled by the policies of the steps {sorted(set(entry.versions))}, allowed are {oldest} to "
+               f"{newest}")
 
 
 def _groups(entry: StepEntry, shard: RolloutShard, prompts: Prompts, rollouts: RolloutsConfig,
@@ -130,7 +156,8 @@ def _groups(entry: StepEntry, shard: RolloutShard, prompts: Prompts, rollouts: R
             begin = shard.tokens[1][row]
             if shard.tokens[0][begin:begin + len(prompt.tokens)].tolist() != list(prompt.tokens):
                 yield f"a rollout of {prompt.id!r} begins with another prompt"
-    if np.any(shard.versions[0] != np.where(shard.learnt[0] == 1, entry.version, NO_VERSION)):
+    versions = np.repeat(np.repeat(entry.versions, size), np.diff(shard.versions[1]))
+    if np.any(shard.versions[0] != np.where(shard.learnt[0] == 1, versions, NO_VERSION)):
         yield "a token was sampled by another version of the policy than the ledger says"
     yield from _credits(shard, rollouts)
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +22,8 @@ from tidewheel.errors import RolloutError
 from tidewheel.post import ledger
 from tidewheel.post.credit import Judged, credits
 from tidewheel.post.groups import Group, Job
-from tidewheel.post.ledger import EQUAL, Dropped, StepEntry
+from tidewheel.post.kept import Kept
+from tidewheel.post.ledger import EQUAL, Dropped, Policy, StepEntry
 from tidewheel.post.policy import Version, wait_for
 from tidewheel.post.pool import Pool
 from tidewheel.post.prompts import Prompts
@@ -98,18 +100,20 @@ class Collector:
         self._config, self._rollouts = config, config.rollouts
         self._prompts, self._known, self._pool = prompts, known, pool
         self._on_step, self._ended = on_step, ended
+        self._before: dict[int, tuple[Group, Policy]] = {}  # done when a driver before this one ended
         self._run, self._folder = storage.store(config.run_uri), storage.store(config.data.uri)
         self._stages = config.parallel.pipeline
+        self._kept = Kept(self._folder, config)
         self._poll = REMOTE_POLL_SECONDS if storage.is_remote(config.run_uri) else LOCAL_POLL_SECONDS
 
     def collect(self) -> None:
         """Make the waves that are missing.
 
         Raises:
-            RolloutError: too many groups failed, or had equal rewards.
-        OwnershipError: another driver has written a wave meanwhile.
+                RolloutError: too many groups failed, or had equal rewards.
+            OwnershipError: another driver has written a wave meanwhile.
         """
-        done = len(self._known.manifest.waves)
+        done, self._before = len(self._known.manifest.waves), self._kept.load()
         first = ledger.read(self._folder, done, self._known.manifest.shards[-1].name).next if done else 0
         for step in range(done + 1, self._config.steps + 1):
             number = self._rollouts.version_for(step)
@@ -127,6 +131,7 @@ class Collector:
     def _step(self, step: int, first: int, version: Version) -> tuple[StepEntry, list[Group]] | None:
         """Sample the groups of a step and write its wave; return None if the work is ended."""
         needed = self._config.batch.global_sequences // self._rollouts.group
+        policy = Policy(version.number, version.digest)
         results: dict[int, Group] = {}
         behind = first  # the next position to be sampled
         while True:
@@ -134,9 +139,14 @@ class Collector:
             unknown = behind - first - len(results)
             while len(admitted) + unknown < needed:
                 self._check(step, results)
-                self._pool.submit(Job(behind, self._prompts.at(behind), version))
+                before = self._before.pop(behind, None)
+                if before is not None and before[1] == policy:
+                    results[behind] = before[0]
+                    admitted += [behind] * (self._reason(before[0]) == "")
+                else:
+                    self._pool.submit(Job(behind, self._prompts.at(behind), version))
+                    unknown += 1
                 behind += 1
-                unknown += 1
             if not unknown:
                 break
             group = None
@@ -144,17 +154,27 @@ class Collector:
                 if self._ended.is_set():
                     return None
                 group = self._pool.next(NEXT_SECONDS)
+                self._kept.write_due()
             results[group.position] = group
+            if not group.failure:
+                self._kept.add(group, policy)
         groups = [results[position] for position in admitted]
         dropped = tuple(Dropped(position, group.prompt_id, self._reason(group))
                         for position, group in sorted(results.items()) if self._reason(group))
+        entry = self._write(groups, StepEntry(step, first, behind, version.number, version.digest, "", tuple(admitted),
+                                              dropped))
+        self._kept.keep_only(set())
+        return entry, list(results.values())
+
+    def _write(self, groups: list[Group], entry: StepEntry) -> StepEntry:
+        """Write a step's shard, entry and wave; return the entry with the name of the shard."""
         [info] = [write_shard(self._folder, table_of(groups, self._rollouts, self._prompts,
                                                      self._known.manifest.token_dtype))]
-        entry = StepEntry(step, first, behind, version.number, version.digest, info.name, tuple(admitted), dropped,
-                          *self._rollouts.judge_keys())
+        reward, environment = self._rollouts.judge_keys()
+        entry = replace(entry, shard=info.name, reward=reward, environment=environment)
         ledger.write(self._folder, entry)
         self._known = growing.publish(self._folder, self._known, [info], alone=False)
-        return entry, list(results.values())
+        return entry
 
     def _reason(self, group: Group) -> str:
         """Return why a group is dropped, "" if it is not."""

@@ -10,6 +10,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.parts import Code, is_own, name_of
 from tidewheel.post import policy, token_scores
+from tidewheel.post.fetching import Fetched, Fetcher
 from tidewheel.post.groups import Group, Job, Judge, make_group
 from tidewheel.post.waiting import patiently
 from tidewheel.rewards.scoring.process import RewardProcess
@@ -54,6 +55,7 @@ class Generator:
         self._sampling = sampling_of(settings, self._encoder.eos)
         self._judge = judge_of(settings)
         self._loaded = ""  # digest of the weights that the model has
+        self._fetcher = Fetcher(self._run)
 
     def make(self, job: Job) -> Group:
         """Return the group of a job.
@@ -65,23 +67,27 @@ class Generator:
 
     def _make(self, job: Job) -> Group:
         began = time.process_time()
+        fetched = Fetched()
         if job.version.digest != self._loaded:
             self._loaded = ""
-            policy.load(self._run, job.version, self._model)
+            files, fetched = self._fetcher.fetch(job.version)
+            policy.put(files, job.version, self._model, self._run.uri)
             self._loaded = job.version.digest
         made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
                           seed=self._rollouts.seed, environment=self._rollouts.environment,
                           special_tokens=self._rollouts.special_tokens)
         if made.answers:
             made = self._scored(made, job.prompt.tokens)
-        return replace(made, seconds=time.process_time() - began)
+        return replace(made, seconds=time.process_time() - began, fetched=fetched)
 
     def _scored(self, made: Group, prompt: Sequence[int]) -> Group:
         """Return a group with the reference's log-probabilities and the values that training needs."""
         answers = [answer.tokens for answer in made.answers]
         if self._reference is not None:
             if not self._has_reference:
-                policy.load_reference(self._run, self._stages, self._reference)
+                version = policy.start(self._run, self._stages)
+                files, _ = Fetcher(self._run).fetch(version)
+                policy.put(files, version, self._reference, self._run.uri)
                 self._has_reference = True
             referred = token_scores.log_probabilities(self._reference, prompt, answers, self._sampling)
             made = replace(made, referred=tuple(referred))

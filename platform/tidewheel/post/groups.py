@@ -9,6 +9,7 @@ from tidewheel.environments.episode.base import Environment
 from tidewheel.inference.group import Answer, Sampling, sample_group
 from tidewheel.models.decoder import Decoder
 from tidewheel.post.episodes import EpisodeFailed, Episodes, seed_of
+from tidewheel.post.fetching import Fetched
 from tidewheel.post.policy import Version
 from tidewheel.post.prompts import Prompt
 from tidewheel.rewards.scoring.base import Sample, Scores
@@ -47,6 +48,8 @@ class Group:
     detail: str = ""
     seconds: float = field(default=0.0, compare=False)
     """Processor time of sampling and judging."""
+    fetched: Fetched = field(default=Fetched(), compare=False)
+    """What the process read to have the policy's version."""
 
     @property
     def tokens(self) -> int:

@@ -1,5 +1,8 @@
 """The ledger of a run's rollouts: which groups each step admitted, which were dropped and why.
 
+With the schedule `recorded` an entry also has the order in which groups were admitted, the policy that sampled each of
+them, and the prompts that generators still had.
+
 `steps/00000012-SHARD.json` in the folder of rollouts belongs to wave 12 of the set if that has the shard which the name
 begins with, and is written before the wave's record commits both. So of two drivers, neither can replace the entry of
 the other's wave. `rollouts.jsonl` in the run's folder is a log of what happened on the way: leases, losses and times.
@@ -31,25 +34,57 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Policy:
+    """A version of the policy."""
+
+    version: int
+    """Step after which it was published."""
+    weights: str
+    """Digest of its weights."""
+
+
+@dataclass(frozen=True)
 class StepEntry:
-    """What a step took from the order of the prompts: every position from `first` to before `next`."""
+    """What a step took from the order of the prompts.
+
+    The positions from `first` to before `next`, and those that were `open` after the step before, are each admitted,
+    dropped or `open`.
+    """
 
     step: int
     first: int
     next: int
     version: int
-    """Step after which the policy was published that sampled the groups."""
+    """Step after which the policy was published that sampled the groups; the newest one, if there are several."""
     weights: str
     """Digest of that policy."""
     shard: str
     """Name of the wave's shard, which holds its hash."""
     admitted: tuple[int, ...]
-    """Positions of the groups that the step trains on, rising."""
+    """Positions of the groups that the step trains on: rising, or as they were admitted."""
     dropped: tuple[Dropped, ...]
     reward: str = ""
     """Key of the reward: a hash of its name, version, settings and own source."""
     environment: str = ""
     """Key of the environment."""
+    open: tuple[int, ...] = ()
+    """Positions before `next` whose groups were still being sampled, or had no room in the step."""
+    policies: tuple[Policy, ...] = ()
+    """Policies that sampled the admitted groups, if the schedule is recorded."""
+    sampled_by: tuple[int, ...] = ()
+    """Index in `policies` for each of the admitted groups, if the schedule is recorded."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the version of the policy that sampled each admitted group."""
+        if not self.policies:
+            return [self.version] * len(self.admitted)
+        return [self.policies[index].version for index in self.sampled_by]
+
+    @property
+    def lags(self) -> list[int]:
+        """Return for each admitted group how many versions its policy is behind the one that the step trains."""
+        return [self.step - 1 - version for version in self.versions]
 
     def reasons(self) -> Counter[str]:
         """Return the number of dropped groups by reason."""
@@ -99,4 +134,16 @@ def read(folder: Store, step: int, shard: str) -> StepEntry:
                     for group in fields.groups("dropped"))
     return StepEntry(step, fields.number("first"), fields.number("next"), fields.number("version"),
                      fields.text("weights"), fields.text("shard"), tuple(fields.numbers("admitted")), dropped,
-                     str(values.get("reward", "")), str(values.get("environment", "")))
+                     reward=str(values.get("reward", "")), environment=str(values.get("environment", "")),
+                     **_recorded(fields))
+
+
+def _recorded(fields: Fields) -> dict[str, Any]:
+    """Return the fields of a step that only the schedule `recorded` has."""
+    if not fields.values.get("policies"):
+        return {}
+    policies = tuple(Policy(policy.number("version"), policy.text("weights")) for policy in fields.groups("policies"))
+    sampled_by = tuple(fields.numbers("sampled_by"))
+    if len(sampled_by) != len(fields.values["admitted"]) or any(index >= len(policies) for index in sampled_by):
+        fields.wrong("sampled_by", "the index of a policy for each admitted group")
+    return {"open": tuple(fields.numbers("open")), "policies": policies, "sampled_by": sampled_by}

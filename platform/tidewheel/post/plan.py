@@ -6,6 +6,7 @@ from typing import Any
 
 from tidewheel import storage
 from tidewheel.parts import name_of
+from tidewheel.placement import with_labels
 from tidewheel.post.prompts import read_prompts
 from tidewheel.post.running import tokenizer_of
 from tidewheel.train.config import TrainConfig
@@ -31,6 +32,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     epochs = config.steps * groups / len(prompts.prompts)
     run = storage.store(config.run_uri)
     generators = rollouts.generators
+    at_most = "at most " if rollouts.schedule == "recorded" else ""
     values = {
         "run": config.run_uri + (" (exists: would be resumed)" if run.exists("run.json") else ""),
         "prompts": f"{len(prompts.prompts):,} of {rollouts.prompts}, {epochs:.2f} epochs if no group is dropped",
@@ -39,10 +41,12 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "objective": f"{name_of(type(config.objective))}, advantage {rollouts.advantage}",
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
-        "steps": f"{config.steps:,} of {groups:,} groups, sampled by a policy {1 + rollouts.look_ahead} step(s) old",
+        "steps": f"{config.steps:,} of {groups:,} groups, sampled by a policy {at_most}{1 + rollouts.look_ahead} "
+                 "step(s) old",
         "trainers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "
                     f"{config.elastic.gpus_per_worker:g} GPUs each",
-        "generators": f"{generators.processes}, {generators.cpus:g} CPUs and {generators.gpus:g} GPUs each",
+        "generators": f"{generators.processes}, {generators.cpus:g} CPUs and {generators.gpus:g} GPUs each"
+                      f"{with_labels(generators.placement.selector)}",
         "recipe": config.recipe_hash(),
     }
     return [{"what": name, "value": value} for name, value in values.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import safetensors
@@ -19,8 +20,20 @@ from tidewheel.storage import Stamp, Store, content_hash
 from tidewheel.train.policy.publishing import FOLDER, FORMAT, head_key
 
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_DELTA = re.compile(r"[0-9a-f]{32}\.delta")
 _HASH = re.compile(r"blake3-[0-9a-f]{64}")
 REMAKE = "start the run again: training publishes the version again"
+
+
+@dataclass(frozen=True)
+class VersionFile:
+    """A file of weights; keys are in the run's folder."""
+
+    whole: Stamp
+    before: str = ""
+    """Hash of the file of the version before, from which the delta leads to this one."""
+    delta: Stamp | None = None
+    """None: there is no version before, or the delta would be no smaller."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,13 @@ class Version:
 
     number: int
     """The step after which it was published."""
-    files: tuple[Stamp, ...]
-    """One for each stage of a pipeline; keys in the run's folder."""
+    files: tuple[VersionFile, ...]
+    """One for each stage of a pipeline."""
 
     @property
     def digest(self) -> str:
         """Return a hash of the weights."""
-        return content_hash("\n".join(file.hash for file in self.files).encode())
+        return content_hash("\n".join(file.whole.hash for file in self.files).encode())
 
 
 def published(run: Store, number: int, stages: int) -> Version | None:
@@ -63,8 +76,18 @@ def published(run: Store, number: int, stages: int) -> Version | None:
         fields.one_of("format", (FORMAT,))
         fields.one_of("version", (number,))
         name = fields.matching("file", _NAME)
-        files.append(Stamp(f"{FOLDER}/{name}", fields.number("bytes", at_least=1), fields.matching("hash", _HASH)))
+        whole = Stamp(f"{FOLDER}/{name}", fields.number("bytes", at_least=1), fields.matching("hash", _HASH))
+        files.append(VersionFile(whole, *_delta(fields)))
     return Version(number, tuple(files))
+
+
+def _delta(fields: Fields) -> tuple[str, Stamp | None]:
+    """Return the hash of the file that a head's delta begins with, and the delta; ("", None) if it has none."""
+    if fields.values.get("delta") is None:
+        return "", None
+    delta = fields.group("delta")
+    return delta.matching("before", _HASH), Stamp(
+        f"{FOLDER}/{delta.matching('file', _DELTA)}", delta.number("bytes", at_least=1), delta.matching("hash", _HASH))
 
 
 def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: threading.Event) -> Version | None:
@@ -88,34 +111,45 @@ def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: thread
     return None
 
 
-def load(run: Store, version: Version, model: Decoder) -> None:
-    """Put a version's weights into a decoder, having checked the hash of every file.
+def newest(run: Store, stages: int) -> Version | None:
+    """Return the newest version of which all stages are published, None if there is none.
 
     Args:
         run: the run's folder.
-        version: to load.
+        stages: see `published`.
+    """
+    ending = head_key(0, 0, stages).partition(".")[2]
+    numbers = sorted(int(entry.key.rpartition("/")[2].partition(".")[0]) for entry in run.list(FOLDER)
+                     if entry.key.endswith(f".{ending}"))
+    for number in reversed(numbers):
+        version = published(run, number, stages)
+        if version is not None:
+            return version
+    return None
+
+
+def put(files: Sequence[bytes], version: Version, model: Decoder, where: str) -> None:
+    """Put a version's weights into a decoder.
+
+    Args:
+        files: content of the version's files, whose hashes were checked.
+        version: the version.
         model: of the run's model.
+        where: URI of the run, for error messages.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or of another model.
+        CheckpointError: the weights are of another model.
     """
     values: dict[str, torch.Tensor] = {}
-    for file in version.files:
-        try:
-            data = run.read(file.key)
-        except FileNotFoundError:
-            raise CheckpointError("the weights of this version are missing", where=run.at(file.key), fix=REMAKE
-                                  ) from None
-        if content_hash(data) != file.hash:
-            raise CheckpointError("hash differs: the weights have changed", where=run.at(file.key), fix=REMAKE)
+    for file, data in zip(version.files, files):
         try:
             values |= safetensors.torch.load(data)
         except safetensors.SafetensorError as error:
-            raise CheckpointError(f"no weights: {error}", where=run.at(file.key), fix=REMAKE) from None
+            raise CheckpointError(f"no weights: {error}", where=f"{where}/{file.whole.key}", fix=REMAKE) from None
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     if own != {name: tuple(value.shape) for name, value in values.items()}:
-        raise CheckpointError("the weights are of another model than the run's", where=run.at(version.files[0].key),
-                              fix="start a new run with another run.id")
+        raise CheckpointError("the weights are of another model than the run's",
+                              where=f"{where}/{version.files[0].whole.key}", fix="start a new run with another run.id")
     model.load_state_dict(values)
 
 
@@ -135,19 +169,18 @@ def empty(config: Model, vocabulary_size: int, device: torch.device | str = "cpu
     return model.requires_grad_(False)
 
 
-def load_reference(run: Store, stages: int, model: Decoder) -> None:
-    """Put the weights before the first step into a decoder; see `load`.
+def start(run: Store, stages: int) -> Version:
+    """Return the version before the first step.
 
     Args:
         run: the run's folder.
         stages: see `published`.
-        model: of the run's model.
 
     Raises:
-        CheckpointError: the version is missing or damaged.
+        CheckpointError: it is missing or damaged.
     """
-    start = published(run, 0, stages)
-    if start is None:
+    version = published(run, 0, stages)
+    if version is None:
         raise CheckpointError("the policy before the first step, which is the reference model, is missing",
                               where=run.at(FOLDER), fix="start a new run with another run.id")
-    load(run, start, model)
+    return version

@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
 
 from tidewheel.errors import RolloutError
+from tidewheel.placement import with_labels
 from tidewheel.post.groups import Group, Job
 from tidewheel.train.policy.config import GeneratorsConfig
 
@@ -27,6 +28,8 @@ START_SECONDS = 600.0
 OnEvent = Callable[..., None]
 ERROR_CHARACTERS = 600
 """Of an error's text, its end."""
+NO_NODE_SECONDS = 60.0
+"""Time that actors may wait for a node before it is said."""
 LOST = "lost"
 """Reason of a group that has ended too many processes."""
 
@@ -192,6 +195,9 @@ class RayPool:
         self._idle: list[Any] = []
         self._leases: dict[Any, tuple[Any, Job, int, float]] = {}
         self._given_up: deque[Group] = deque()
+        self._size = settings.processes
+        self._without_any: float | None = None  # since when no actor runs, until it was said
+        self._said = False
 
     def submit(self, job: Job) -> None:
         """See `Pool`."""
@@ -203,6 +209,7 @@ class RayPool:
 
         self._fill()
         self._lease()
+        self._tell_of_missing_nodes()
         if self._given_up:
             return self._given_up.popleft()
         pending = [*self._starting, *self._leases]
@@ -215,12 +222,40 @@ class RayPool:
                 return self._returned(reference)
         return None
 
+    def resize(self, processes: int) -> None:
+        """Have this many actors: others start, or those without a job end as soon as there are any.
+
+        Args:
+            processes: number of actors.
+        """
+        self._size = processes
+
     def _fill(self) -> None:
-        """Ask for actors until there are as many as configured; those that find no room wait for a node."""
+        """Ask for actors until there are enough, or end some; those that find no room wait for a node."""
+        import ray
+
         device = "cuda" if self._settings.gpus else "cpu"
-        while len(self._starting) + len(self._idle) + len(self._leases) < self._settings.processes:
+        count = len(self._starting) + len(self._idle) + len(self._leases)
+        while count > self._size and (self._starting or self._idle):
+            ray.kill(self._starting.popitem()[1] if self._starting else self._idle.pop())
+            count -= 1
+        while len(self._starting) + len(self._idle) + len(self._leases) < self._size:
             actor = self._actor_class.remote(*self._arguments, device)
             self._starting[actor.__ray_ready__.remote()] = actor
+
+    def _tell_of_missing_nodes(self) -> None:
+        """Say once when no actor has found a node for a while: the placement may name none."""
+        if self._idle or self._leases or not self._starting:
+            self._without_any = None
+            return
+        now = time.monotonic()
+        self._without_any = now if self._without_any is None else self._without_any
+        if now - self._without_any > NO_NODE_SECONDS and not self._said:
+            self._said = True
+            where = with_labels(self._settings.placement.selector)
+            logger.warning("no node%s has room for a generator of %g CPUs and %g GPUs: rollouts wait for one", where,
+                           self._settings.cpus, self._settings.gpus)
+            self._on_event("generators_wait", generators=len(self._starting), node=where.strip())
 
     def _lease(self) -> None:
         while self._waiting and self._idle:

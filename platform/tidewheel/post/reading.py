@@ -55,7 +55,7 @@ def step_rollouts(run_uri: str, step: int = 0) -> tuple[StepEntry, list[SampledG
     Raises:
         ShardError: the run has no rollouts, or none for this step.
     """
-    folder = storage.store(run_uri).child(ROLLOUTS)
+    folder = _folder(run_uri)
     if not folder.exists(growing.GROWING):
         raise ShardError("this run makes no rollouts", where=run_uri, fix="give a run whose settings have `rollouts`")
     manifest = growing.read_set(folder)
@@ -86,6 +86,15 @@ def _turns(encoder: Encoder, answer: list[int], learnt: list[int]) -> tuple[tupl
     for sampled, group in itertools.groupby(zip(answer, learnt), key=lambda pair: pair[1]):
         parts.append(("policy" if sampled else "environment", _text(encoder, [token for token, _ in group])))
     return tuple(parts)
+
+
+def _folder(run_uri: str) -> storage.Store:
+    """Return the set of rollouts that a run trains on: its own, or for a replay that of the other run."""
+    run = storage.store(run_uri)
+    replayed = ""
+    if run.exists("run.json"):
+        replayed = (run.read_json("run.json")["config"].get("rollouts") or {}).get("replay", "")
+    return (storage.store(replayed) if replayed else run).child(ROLLOUTS)
 
 
 def _text(encoder: Encoder, tokens: list[int]) -> str:

@@ -17,10 +17,14 @@ from tidewheel.checkpoint.verify import locate
 from tidewheel.errors import ConfigError, OwnershipError, StorageError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.post.collector import Collector, head_of, open_set
+from tidewheel.post.fetching import Fetched
 from tidewheel.post.groups import Group
 from tidewheel.post.ledger import LOG, StepEntry
-from tidewheel.post.pool import OnEvent, Pool
+from tidewheel.post.pool import OnEvent, Pool, RayPool
 from tidewheel.post.prompts import Prompts, read_prompts
+from tidewheel.post.recorded import RecordedCollector
+from tidewheel.post.replay import check_replay
+from tidewheel.post.scaling import Scaling, Training
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
 from tidewheel.storage import content_hash
 from tidewheel.train.config import TrainConfig
@@ -55,6 +59,9 @@ def prepare(run: Run) -> Prepared | None:
     config = run.config
     if config.rollouts is None or run.prepared is not None:
         return run.prepared
+    if config.rollouts.replay:
+        check_replay(config)
+        return None
     encoder, data = tokenizer_of(config)
     longest = config.rollouts.sequence_length or config.model.max_sequence_length
     prompts = read_prompts(config.rollouts.prompts, encoder, room=longest - config.rollouts.answer_tokens,
@@ -81,7 +88,7 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
         make_pool: starts the generators, from the arguments of `Generator`, the settings and a listener.
     """
     config, prepared = run.config, prepare(run)
-    if prepared is None:
+    if prepared is None or config.rollouts is None:
         yield
         return
     log = JsonLog(run.store, LOG)
@@ -94,11 +101,22 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     if folder.exists(FAILED):
         folder.delete(FAILED)
     known = open_set(folder, head_of(config, prepared.prompts, prepared.tokenizer, prepared.vocabulary_size))
+    made: type[Collector] = RecordedCollector if config.rollouts.schedule == "recorded" else Collector
     code = [asdict(its) for its in config.code()]
     pool = make_pool((config.canonical(), code, prepared.tokenizer, prepared.vocabulary_size), config, record)
     ended = threading.Event()
-    collector = Collector(config, prepared.prompts, known, pool, ended=ended,
-                          on_step=lambda entry, groups, seconds: record("step", **figures(entry, groups, seconds)))
+    scaling = Scaling(config.rollouts) if config.rollouts.generators.min_processes else None
+    training = Training(run.store, config.parallel.pipeline)
+
+    def on_step(entry: StepEntry, groups: list[Group], seconds: float) -> None:
+        record("step", **figures(entry, groups, seconds))
+        if scaling is not None and isinstance(pool, RayPool):
+            before, ahead = scaling.processes, training.ahead(entry.step)
+            if scaling.after(ahead) != before:
+                pool.resize(scaling.processes)
+                record("generators_scaled", step=entry.step, ahead=ahead, before=before, now=scaling.processes)
+
+    collector = made(config, prepared.prompts, known, pool, ended=ended, on_step=on_step)
     thread = threading.Thread(target=_collect, args=(collector, run, ended), name="rollouts", daemon=True)
     thread.start()
     try:
@@ -121,12 +139,15 @@ def figures(entry: StepEntry, groups: list[Group], seconds: float) -> dict[str, 
     rewards = [reward for group in groups for reward in group.rewards]
     answers = [answer for group in groups for answer in group.answers]
     tokens = sum(group.tokens for group in groups)
+    fetched = sum((group.fetched for group in groups), Fetched())
     return {
-        "step": entry.step, "version": entry.version, "groups": len(groups), "admitted": len(entry.admitted),
+        "step": entry.step, "version": entry.version, "lag": sum(entry.lags) / max(1, len(entry.lags)),
+        "groups": len(groups), "admitted": len(entry.admitted),
         "dropped": dict(entry.reasons()), "reward": sum(rewards) / max(1, len(rewards)),
         "answer_tokens": tokens / max(1, len(answers)), "tokens": tokens,
         "stopped": sum(answer.stopped for answer in answers) / max(1, len(answers)), "seconds": round(seconds, 4),
-        "processor_seconds": round(sum(group.seconds for group in groups), 4)}
+        "processor_seconds": round(sum(group.seconds for group in groups), 4),
+        "fetched": {**asdict(fetched), "seconds": round(fetched.seconds, 4)}}
 
 
 def _collect(collector: Collector, run: Run, ended: threading.Event) -> None:

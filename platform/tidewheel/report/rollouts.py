@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tidewheel.post.reading import Sampled, SampledGroup
@@ -40,6 +40,9 @@ def section(log: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any
     blocks = [_figures(steps, log)]
     series = [("mean reward", order, [float(steps[step]["reward"]) for step in order]),
               ("tokens of an answer", order, [float(steps[step]["answer_tokens"]) for step in order])]
+    if any(steps[step].get("lag") for step in order):
+        series.append(("versions that the sampling policy is behind", order,
+                       [float(steps[step].get("lag", 0)) for step in order]))
     for name, title in (("entropy", "entropy, nats"), ("gap", "gap, nats"), ("clipped", "share of tokens clipped"),
                         ("reference_kl", "KL to the reference, nats"), ("value_loss", "loss of the values")):
         known = [step for step in sorted(trained) if name in trained[step]]
@@ -67,8 +70,19 @@ def _figures(steps: Mapping[int, Mapping[str, Any]], log: Sequence[Mapping[str, 
               for reason, number in dropped.most_common()),
             ("tokens sampled", f"{tokens:,}"),
             ("tokens per processor second", f"{tokens / processor:,.0f}" if processor else "–"),
+            *_weights(steps.values()),
             ("generators lost", f"{sum(line.get('kind') == 'generator_lost' for line in log):,}")]
     return table(("rollouts", ""), rows, numeric=(1,))
+
+
+def _weights(lines: Collection[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return rows of the bytes of weights that generators have read; [] for runs of earlier releases."""
+    fetched = [line["fetched"] for line in lines if "fetched" in line]
+    if not fetched:
+        return []
+    whole, delta, damaged = (sum(one[name] for one in fetched) for name in ("whole", "deltas", "damaged"))
+    rows = [("weights read by generators", f"{whole / 1e6:,.1f} MB whole, {delta / 1e6:,.1f} MB as deltas")]
+    return [*rows, *([("damaged deltas", f"{damaged:,}")] if damaged else [])]
 
 
 def _plots(series: Sequence[tuple[str, Sequence[int], Sequence[float]]]) -> Html:

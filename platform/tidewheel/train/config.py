@@ -377,7 +377,7 @@ class TrainConfig(Config):
             fitting = objectives.where(lambda objective: objective.READS == ROLLOUTS)
             return (f"rollouts are given, but objective.kind {name_of(type(self.objective))} learns from other data; "
                     f"nearest legal choice: one of {fitting}")
-        own = storage.join(self.run_uri, ROLLOUTS)  # as `Run.open` sets it
+        own = rollouts.folder(self.run_uri)  # as `Run.open` sets it
         if self.data.uri not in ("", own) or self.data.mixture is not None or self.data.validation:
             return "rollouts are given, and data.uri, data.mixture or data.validation too: leave those out"
         if self.batch.global_sequences % rollouts.group:
@@ -451,7 +451,7 @@ class TrainConfig(Config):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:
                 values["loss" if group == "objective" else group] = kept  # its former name: recipes keep their hash
-        for name in ("generators", "prompts", "tokenizer"):  # the set of rollouts names the last two by their hashes
+        for name in ("generators", "prompts", "tokenizer", "replay"):  # the set of rollouts has the content's hashes
             values.get("rollouts", {}).pop(name, None)
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:

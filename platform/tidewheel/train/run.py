@@ -10,7 +10,7 @@ from typing import Any
 
 from tidewheel import storage
 from tidewheel.ownership import CHECKPOINTS
-from tidewheel.shards.manifest import ROLLOUTS, Manifest
+from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source
 from tidewheel.storage import Store
 from tidewheel.train import checks
@@ -114,10 +114,11 @@ def with_absolute_uris(config: TrainConfig) -> TrainConfig:
     evaluation = config.evaluation.model_copy(update={"answers": answers})
     changes: dict[str, Any] = {"run": run, "data": data, "evaluation": evaluation}
     if config.rollouts is not None:
-        folder = storage.join(run.uri, run.id, ROLLOUTS)
+        rollouts = config.rollouts.model_copy(update={
+            name: absolute(getattr(config.rollouts, name)) for name in ("prompts", "tokenizer", "replay")})
+        folder = rollouts.folder(storage.join(run.uri, run.id))
         changes["data"] = data.model_copy(update={"uri": folder, "wait_seconds": data.wait_seconds or ROLLOUT_SECONDS})
-        changes["rollouts"] = config.rollouts.model_copy(update={
-            "prompts": absolute(config.rollouts.prompts), "tokenizer": absolute(config.rollouts.tokenizer)})
+        changes["rollouts"] = rollouts
     if uri := live_teacher(config):
         changes["objective"] = config.objective.model_copy(update={"teacher": absolute(uri)})
     return config.model_copy(update=changes)

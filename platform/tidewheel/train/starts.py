@@ -34,6 +34,9 @@ REFUSED: dict[str, str] = {
     "batch.virtual_ranks": "the random states belong to another number of virtual ranks",
     "data.seed": "the order of the tokens would change",
     "data.mixture": "the order of the tokens would change",
+    "rollouts.replay": "the data would be another run's",
+    "rollouts.schedule": "the ledger would have two kinds of steps",
+    "rollouts.look_ahead": "the ledger's steps would have two bounds of the lag",
 }
 """Settings that define a run, and why each must not change. All others may."""
 FREE_PARTS_OF_MODEL = tuple(f"model.{name}" for name in (*KERNELS, "init_from"))

@@ -89,7 +89,7 @@ def test_a_reference_that_is_gone_is_named(tmp_path: Path):
     assert np.abs(values - reference).max() < 1e-5, "the first step samples with the reference"
     shutil.rmtree(tmp_path / "runs/run/policies")
     with pytest.raises(CheckpointError, match="which is the reference model, is missing"):
-        policy.load_reference(storage.store(config.run_uri), 1, policy.empty(config.model, 128))
+        policy.start(storage.store(config.run_uri), 1)
 
 
 def test_scores_of_a_group_are_those_of_sampling(tmp_path: Path):

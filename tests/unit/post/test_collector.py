@@ -13,9 +13,10 @@ from tests.unit.post.runs import ScriptedPool, rollout_run
 from tidewheel import storage
 from tidewheel.errors import InputError, OwnershipError, RolloutError
 from tidewheel.inference.group import Answer
-from tidewheel.post import ledger, policy
+from tidewheel.post import kept, ledger, policy
 from tidewheel.post.advantages import advantages
 from tidewheel.post.collector import Collector, head_of, open_set
+from tidewheel.post.fetching import Fetcher
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.ledger import Dropped
 from tidewheel.post.running import Prepared, prepare
@@ -101,6 +102,25 @@ def test_a_collector_continues_behind_the_last_wave(tmp_path: Path):
     assert min(pool.submitted) == 9, "what is written is not sampled again"
 
 
+def test_groups_that_were_done_are_not_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kept, "KEEP_SECONDS", 0.0)
+    whole = waves(collect(tmp_path, some_fail, run="whole")[0])
+    done: list[int] = []
+
+    def ends(job: Job) -> Group:
+        if job.version.number == 2 and len(done) == 10:
+            raise KeyboardInterrupt
+        done.append(job.position)
+        return some_fail(job)
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(tmp_path, ends, run="ended")
+    config, pool = collect(tmp_path, some_fail, run="ended")
+    assert waves(config) == whole
+    assert set(done) & set(pool.submitted) <= {9}, "only what has failed"
+    assert not storage.store(config.data.uri).list("done")
+
+
 def test_two_drivers_cannot_mix_their_waves(tmp_path: Path):
     whole = waves(collect(tmp_path, some_fail, "steps=2")[0])
 
@@ -156,9 +176,9 @@ def test_a_changed_version_of_the_policy_is_refused(tmp_path: Path):
     assert version is not None
     assert policy.published(run, 1, 1) is None
     assert policy.published(run, 0, 2) is None
-    run.write(version.files[0].key, b"x")
+    run.write(version.files[0].whole.key, b"x")
     with pytest.raises(Exception, match="the weights have changed"):
-        policy.load(run, version, policy.empty(config.model, 128))
+        Fetcher(run).fetch(version)
 
 
 def test_advantages_follow_their_formulas():

@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from tidewheel import environments, rewards
+from tidewheel import environments, rewards, storage
 from tidewheel.config import Config
 from tidewheel.environments.episode.base import Environment
 from tidewheel.parts import Chosen
 from tidewheel.placement import PlacementConfig
 from tidewheel.rewards.scoring.base import Reward
+from tidewheel.shards.manifest import ROLLOUTS
 
 ChosenReward = Annotated[Reward, Chosen(rewards.KIND)]
 ChosenEnvironment = Annotated[Environment, Chosen(environments.KIND)]
@@ -23,6 +24,9 @@ class GeneratorsConfig(Config):
 
     processes: int = Field(default=1, ge=1, le=4096)
     """Number of processes; fewer run while the cluster has less room."""
+    min_processes: int = Field(default=0, ge=0, le=4096)
+    """If above 0, a cluster has this many to `processes`: fewer while rollouts are `look_ahead` steps ahead of
+    training, more while training waits for them."""
     cpus: float = Field(default=1.0, gt=0)
     """CPUs reserved for, and threads used by, each."""
     gpus: float = Field(default=0.0, ge=0)
@@ -33,6 +37,13 @@ class GeneratorsConfig(Config):
     """A group that has ended this many processes, or used up their leases, is dropped."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes that they run on, spot nodes for example."""
+
+    @pydantic.model_validator(mode="after")
+    def _bounds(self) -> GeneratorsConfig:
+        if self.min_processes > self.processes:
+            raise ValueError(f"min_processes {self.min_processes} is above processes {self.processes}; nearest legal "
+                             f"choice: {self.processes}")
+        return self
 
 
 class OverlongConfig(Config):
@@ -47,8 +58,9 @@ class OverlongConfig(Config):
 class RolloutsConfig(Config):
     """Prompts, sampling, rewards and schedule of reinforcement learning.
 
-    The rollouts of step n come from the policy after step n - 1 - `look_ahead`. Which prompts a step has follows from
-    their order and the rewards alone, so the data of a run are the same for any number of processes and any failures.
+    With schedule in_order, the rollouts of step n come from the policy after step n - 1 - `look_ahead`, and the prompts
+    of a step follow from their order and the rewards alone. So the data of a run are the same for any number of
+    processes and any failures.
     """
 
     prompts: str
@@ -100,8 +112,18 @@ class RolloutsConfig(Config):
     most_failed_fraction: float = Field(default=0.05, ge=0, le=1)
     """End the run when more than this fraction of a step's groups fails, and at least two: a failure is never a
     reward, the group is dropped."""
+    schedule: Literal["in_order", "recorded"] = "in_order"
+    """in_order: a step has the next prompts in order, all sampled by one policy, so data do not depend on speed.
+    recorded: groups are admitted in the order in which they are done, sampled by the newest policy of their time; the
+    choice is written down, and `replay` repeats it."""
     look_ahead: int = Field(default=0, ge=0, le=1024)
-    """Steps that the sampling policy is behind. With 0 sampling and training take turns; with 1 they overlap."""
+    """Steps that the sampling policy is behind, at most with schedule recorded. With 0 sampling and training take
+    turns, with 1 they overlap."""
+    weights: Literal["trained", "bf16"] = "trained"
+    """Matrices that generators get. trained: as the trainer has them, so that both compute the same. bf16: rounded, for
+    half of the bytes and much smaller deltas; the gap between trainer and generator is then not 0."""
+    replay: str = ""
+    """URI of a run: train on its rollouts, in the order of its ledger, without any generator."""
     seed: int = Field(default=0, ge=0)
     """Of the order of the prompts and of the draws."""
     generators: GeneratorsConfig = GeneratorsConfig()
@@ -142,5 +164,16 @@ class RolloutsConfig(Config):
                 self.environment.key() if self.environment is not None else "")
 
     def version_for(self, step: int) -> int:
-        """Return the step after which the policy samples the rollouts of `step`; 0: before the first."""
+        """Return the step after which the oldest policy samples that may sample for `step`; 0: before the first."""
         return max(0, step - 1 - self.look_ahead)
+
+    def is_sampled_with(self, version: int, steps: int) -> bool:
+        """Return whether a run of `steps` steps samples with the policy after step `version`."""
+        if self.replay:
+            return False
+        lag = self.look_ahead if self.schedule == "in_order" and version else 0
+        return version + 1 + lag <= steps
+
+    def folder(self, run_uri: str) -> str:
+        """Return the URI of the shard set that a run trains on."""
+        return storage.join(self.replay or run_uri, ROLLOUTS)

@@ -1,0 +1,111 @@
+"""Groups that are done and in no step yet, kept in the run's folder for a driver that takes over.
+
+A file of JSON is written when some seconds have passed since the last one, so slow rollouts cost one write each, and
+fast ones none. A file is removed when steps have all its groups. The ledger does not depend on these files: if one is
+missing or damaged, or the run goes on with another recipe, its groups are sampled again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+from tidewheel.inference.group import Answer
+from tidewheel.post.fetching import Fetched
+from tidewheel.post.groups import Group
+from tidewheel.post.ledger import Policy
+from tidewheel.storage import Store, content_hash
+from tidewheel.train.config import TrainConfig
+
+logger = logging.getLogger(__name__)
+FOLDER = "done"
+KEEP_SECONDS = 5.0
+"""Between two writes: the most work of a driver that is lost with it."""
+
+
+class Kept:
+    """The groups of a run that no step has.
+
+    Args:
+        folder: of the run's rollouts.
+        config: the run's settings.
+    """
+
+    def __init__(self, folder: Store, config: TrainConfig) -> None:
+        self._folder = folder
+        self._recipe = [config.recipe_hash(), *(code.hash for code in config.own_parts().values())]
+        self._files: dict[str, set[int]] = {}  # positions of the groups of each file that no step has
+        self._new: dict[int, tuple[Group, Policy]] = {}
+        self._since = time.monotonic()
+
+    def load(self) -> dict[int, tuple[Group, Policy]]:
+        """Return the groups that a driver before this one has kept, by position, with the policy that sampled each."""
+        groups: dict[int, tuple[Group, Policy]] = {}
+        for entry in self._folder.list(FOLDER):
+            try:
+                read = self._read(entry.key)
+            except (ValueError, TypeError, KeyError) as error:
+                logger.warning("%s is damaged, its groups are sampled again: %s", self._folder.at(entry.key), error)
+                self._folder.delete(entry.key)
+                continue
+            self._files[entry.key] = {group.position for group, _ in read}
+            groups |= {group.position: (group, policy) for group, policy in read}
+        return groups
+
+    def _read(self, key: str) -> list[tuple[Group, Policy]]:
+        """Return the groups of a file, none if it is of another recipe."""
+        data = self._folder.read(key)
+        if key_of(data) != key:
+            raise ValueError("its hash differs")
+        content = json.loads(data)
+        return [_parsed(values) for values in content["groups"] if content["recipe"] == self._recipe]
+
+    def add(self, group: Group, policy: Policy) -> None:
+        """Keep a group that is done, with the policy that sampled it; write those so far if it is time."""
+        self._new[group.position] = (group, policy)
+        self.write_due()
+
+    def write_due(self) -> None:
+        """Write the groups that are not written yet, if it is time."""
+        if not self._new or time.monotonic() - self._since < KEEP_SECONDS:
+            return
+        groups = [_values(group, policy) for group, policy in self._new.values()]
+        data = json.dumps({"recipe": self._recipe, "groups": groups}).encode()
+        self._folder.write(key_of(data), data)
+        self._files[key_of(data)] = set(self._new)
+        self._new = {}
+        self._since = time.monotonic()
+
+    def keep_only(self, positions: set[int]) -> None:
+        """Forget all groups but those at these positions, and remove the files that have none of them."""
+        self._new = {position: kept for position, kept in self._new.items() if position in positions}
+        for key in [key for key, inside in self._files.items() if not inside & positions]:
+            del self._files[key]
+            self._folder.delete(key)
+
+
+def key_of(data: bytes) -> str:
+    """Return the key of a file with this content."""
+    return f"{FOLDER}/{content_hash(data).removeprefix('blake3-')[:32]}.json"
+
+
+def _parsed(values: dict[str, Any]) -> tuple[Group, Policy]:
+    """Return a group and its policy from their JSON values."""
+    fields = dict(values)
+    policy, answers, rewards, fetched = (fields.pop(name) for name in ("policy", "answers", "rewards", "fetched"))
+    referred, values_of_tokens = fields.pop("referred"), fields.pop("values")
+    answers = [Answer(**{**answer, "written": frozenset(answer["written"])}) for answer in answers]
+    group = Group(**fields, answers=tuple(answers), rewards=tuple(rewards), fetched=Fetched(**fetched),
+                  referred=tuple(referred), values=tuple(values_of_tokens))
+    return group, Policy(**policy)
+
+
+def _values(group: Group, policy: Policy) -> dict[str, Any]:
+    """Return what `_parsed` reads."""
+    values = {**asdict(group), "policy": asdict(policy)}
+    for answer in values["answers"]:
+        answer["written"] = sorted(answer["written"])
+    return values
