@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -42,6 +42,7 @@ LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS = 0.02, 1.0
 """Between two looks for a version of the policy, in a local folder and in an object store."""
 NEXT_SECONDS = 0.5
 """A wait for a group is this long at most, so that the end of the run is heard."""
+T = TypeVar("T")
 OnStep = Callable[[StepEntry, list[Group], float], None]
 
 
@@ -113,20 +114,30 @@ class Collector:
                 RolloutError: too many groups failed, or had equal rewards.
             OwnershipError: another driver has written a wave meanwhile.
         """
-        done, self._before = len(self._known.manifest.waves), self._kept.load()
-        first = ledger.read(self._folder, done, self._known.manifest.shards[-1].name).next if done else 0
+        done = len(self._known.manifest.waves)
+        last = self._patiently(self._last_entry)
+        self._before = self._patiently(self._kept.load)
+        first = last.next if last is not None else 0
         for step in range(done + 1, self._config.steps + 1):
             number = self._rollouts.version_for(step)
             version = wait_for(self._run, number, self._stages, poll=self._poll, ended=self._ended)
             if version is None:
                 return
             began = time.monotonic()
-            collected = patiently(lambda: self._step(step, first, version), self._config, self._ended)  # noqa: B023
+            collected = self._step(step, first, version)
             if collected is None:
                 return
             entry, groups = collected
             self._on_step(entry, groups, time.monotonic() - began)
             first = entry.next
+
+    def _patiently(self, function: Callable[[], T]) -> T:
+        return patiently(function, self._config, self._ended)
+
+    def _last_entry(self) -> StepEntry | None:
+        """Return the ledger's entry of the newest wave, None before the first."""
+        done = len(self._known.manifest.waves)
+        return ledger.read(self._folder, done, self._known.manifest.shards[-1].name) if done else None
 
     def _step(self, step: int, first: int, version: Version) -> tuple[StepEntry, list[Group]] | None:
         """Sample the groups of a step and write its wave; return None if the work is ended."""
@@ -167,7 +178,13 @@ class Collector:
         return entry, list(results.values())
 
     def _write(self, groups: list[Group], entry: StepEntry) -> StepEntry:
-        """Write a step's shard, entry and wave; return the entry with the name of the shard."""
+        """Write a step's shard, entry and wave; return the entry with the name of the shard.
+
+        The groups are the same if storage is away meanwhile and all of it is written again.
+        """
+        return self._patiently(lambda: self._write_once(groups, entry))
+
+    def _write_once(self, groups: list[Group], entry: StepEntry) -> StepEntry:
         [info] = [write_shard(self._folder, table_of(groups, self._rollouts, self._prompts,
                                                      self._known.manifest.token_dtype))]
         reward, environment = self._rollouts.judge_keys()

@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from tidewheel.errors import StorageAwayError
 from tidewheel.inference.group import Answer
 from tidewheel.post.fetching import Fetched
 from tidewheel.post.groups import Group
@@ -74,7 +75,12 @@ class Kept:
             return
         groups = [_values(group, policy) for group, policy in self._new.values()]
         data = json.dumps({"recipe": self._recipe, "groups": groups}).encode()
-        self._folder.write(key_of(data), data)
+        try:
+            self._folder.write(key_of(data), data)
+        except StorageAwayError as error:
+            logger.warning("groups that are done are not kept yet: %s", error)
+            self._since = time.monotonic()
+            return
         self._files[key_of(data)] = set(self._new)
         self._new = {}
         self._since = time.monotonic()
@@ -83,8 +89,12 @@ class Kept:
         """Forget all groups but those at these positions, and remove the files that have none of them."""
         self._new = {position: kept for position, kept in self._new.items() if position in positions}
         for key in [key for key, inside in self._files.items() if not inside & positions]:
+            try:
+                self._folder.delete(key)
+            except StorageAwayError as error:  # a later step removes it
+                logger.warning("groups that steps have are still kept: %s", error)
+                return
             del self._files[key]
-            self._folder.delete(key)
 
 
 def key_of(data: bytes) -> str:

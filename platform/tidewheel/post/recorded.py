@@ -11,12 +11,13 @@ over a group with time left if older ones would then have too few places. So a s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
-from tidewheel.post import ledger
+from tidewheel.errors import StorageAwayError
 from tidewheel.post.collector import NEXT_SECONDS, Collector
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.ledger import Dropped, Policy, StepEntry
@@ -40,8 +41,8 @@ class RecordedCollector(Collector):
     def collect(self) -> None:
         """See `Collector.collect`."""
         done = len(self._known.manifest.waves)
-        if done:
-            last = ledger.read(self._folder, done, self._known.manifest.shards[-1].name)
+        last = self._patiently(self._last_entry)
+        if last is not None:
             self._first = self._next = last.next
             self._waiting = deque(last.open)
         self._take_over()
@@ -61,7 +62,7 @@ class RecordedCollector(Collector):
 
     def _take_over(self) -> None:
         """Take the groups that were done when a driver before this one ended, and give out the others that it had."""
-        kept = {position: group for position, group in self._kept.load().items()
+        kept = {position: group for position, group in self._patiently(self._kept.load).items()
                 if position in self._waiting or position >= self._next}
         begun = max([self._next, *(position + 1 for position in kept)])
         had = {*self._waiting, *range(self._next, begun)}
@@ -115,10 +116,12 @@ class RecordedCollector(Collector):
         if self._looked and time.monotonic() - self._looked < self._poll:
             return self._newest
         self._looked = time.monotonic()
-        if self._newest is None or self._deadline(self._newest.number) < step:
-            self._newest = newest(self._run, self._stages)
-        elif (version := published(self._run, self._newest.number + 1, self._stages)) is not None:
-            self._newest = version
+        known = self._newest
+        with contextlib.suppress(StorageAwayError):  # training, which publishes, decides for how long to wait
+            if known is None or self._deadline(known.number) < step:
+                self._newest = newest(self._run, self._stages)
+            else:
+                self._newest = published(self._run, known.number + 1, self._stages) or known
         return self._newest
 
     def _entry(self, step: int, positions: list[int]) -> StepEntry:

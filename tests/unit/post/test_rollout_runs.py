@@ -16,7 +16,7 @@ from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
 from tidewheel.errors import ShardError, StorageAwayError
-from tidewheel.post import ledger, policy, waiting
+from tidewheel.post import fetching, ledger, policy, waiting
 from tidewheel.post.pool import LocalPool
 from tidewheel.shards import growing
 from tidewheel.stopping import Stop, Stopped
@@ -110,12 +110,12 @@ def test_rollouts_wait_for_storage_that_is_unavailable(tmp_path: Path, monkeypat
     trainer.fit_local(rollout_run(tmp_path, "whole", "steps=2"))
     away: list[str] = []
     monkeypatch.setattr(waiting, "PAUSE_SECONDS", 0.01)
-    once(policy, "load")
+    once(fetching.Fetcher, "fetch")
     once(policy, "published")
     once(growing, "publish")
     once(growth.Growth, "_check_writer")
     trainer.fit_local(rollout_run(tmp_path, "outages", "steps=2"))
-    assert sorted(away) == ["_check_writer", "load", "publish", "published"]
+    assert sorted(away) == ["_check_writer", "fetch", "publish", "published"]
     assert parameters(tmp_path, "outages") == parameters(tmp_path, "whole")
 
 
