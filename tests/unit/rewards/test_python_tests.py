@@ -29,7 +29,7 @@ SUMS = "assert add(2, 3) == 5\nassert add('a', 'b') == 'ab'\nassert 1.5 == add(1
 
 
 def judged(code: str, reference: str, **options: object) -> tw.Scores:
-    return tw.rewards.PythonTests(**options).judge([tw.Sample("", code, reference)])
+    return tw.rewards.PythonTests(**{"seconds": 60, "wall_seconds": 1000, **options}).judge([tw.Sample("", code, reference)])
 
 
 def score(code: str, reference: str = SUMS, **options: object) -> float:
@@ -57,6 +57,12 @@ def blocked(attack: str, error: str = "OSError", before: str = "", **options: ob
      "os._exit(0)", 0)])
 def test_code_passes_if_all_its_results_are_right(code: str, expected: float):
     assert score(code) == expected
+
+
+def test_code_cannot_redefine_what_is_true():
+    code = "bool = lambda value: True\ndef is_even(number):\n    return number % 2 == 1"
+    assert score(code, "assert is_even(4)") == 0
+    assert score(code, "assert not is_even(3)") == 0
 
 
 def test_a_part_of_the_tests_may_count():
@@ -88,7 +94,7 @@ def test_a_reference_without_cases_is_a_failure_and_no_score(reference: str):
 
 def test_assertions_of_truth_are_cases():
     assert [(case.call, case.expected) for case in cases_of("assert f(1)\nassert not f(2)\nassert f(3) == -1")] == [
-        ("bool(f(1))", "1"), ("bool(f(2))", "0"), ("f(3)", "-1")]
+        ("not not (f(1))", "1"), ("not not (f(2))", "0"), ("f(3)", "-1")]
 
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from([0.5, 1.0, -0.0, 1e300, 2j])

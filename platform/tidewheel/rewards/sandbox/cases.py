@@ -76,7 +76,7 @@ def _asserted(statement: ast.stmt) -> Case:
     expected = not (isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not))
     called = test.operand if isinstance(test, ast.UnaryOp) and not expected else test
     if isinstance(called, ast.Call):
-        return Case(f"bool({ast.unparse(called)})", expected=text_of(expected))
+        return Case(f"not not ({ast.unparse(called)})", expected=text_of(expected))  # the code may define `bool`
     raise Unusable(f"line {statement.lineno} is no `assert CALL == VALUE`, `assert CALL` or `assert not CALL`")
 
 
