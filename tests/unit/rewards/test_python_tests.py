@@ -29,7 +29,8 @@ SUMS = "assert add(2, 3) == 5\nassert add('a', 'b') == 'ab'\nassert 1.5 == add(1
 
 
 def judged(code: str, reference: str, **options: object) -> tw.Scores:
-    return tw.rewards.PythonTests(**{"seconds": 60, "wall_seconds": 1000, **options}).judge([tw.Sample("", code, reference)])
+    reward = tw.rewards.PythonTests(**{"seconds": 60, "wall_seconds": 1000, **options})
+    return reward.judge([tw.Sample("", code, reference)])
 
 
 def score(code: str, reference: str = SUMS, **options: object) -> float:
