@@ -211,15 +211,20 @@ def test_a_huge_output_ends():
 def test_the_answers_of_the_tests_are_not_in_the_process():
     look = """
 import gc, os, sys
+def text(thing):
+    try:
+        return repr(thing)[:10**6]
+    except Exception:  # half-made objects of the interpreter's own have no text
+        return ''
 def add(a, b):
-    texts = [repr(thing)[:10**6] for thing in gc.get_objects()] + [repr(sys.argv), repr(dict(os.environ))]
+    texts = [text(thing) for thing in gc.get_objects()] + [repr(sys.argv), repr(dict(os.environ))]
     frame = sys._getframe()
     while frame:
         texts += [repr(frame.f_locals), repr(frame.f_globals)]
         frame = frame.f_back
-    return 'seen' if any(str(97) + str(531) in text for text in texts) else 'hidden'
+    return 'seen' if any(str(97531) + str(8642086420) in text for text in texts) else 'hidden'
 """
-    assert score(look, '[{"call": "add(1, 2)", "equals": "hidden"}, {"call": "add(1, 2)", "equals": 97531}]',
+    assert score(look, '[{"call": "add(1, 2)", "equals": "hidden"}, {"call": "add(1, 2)", "equals": 975318642086420}]',
                  partial=True) == 0.5
 
 
