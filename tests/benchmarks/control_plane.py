@@ -19,10 +19,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection
 from typing import Any
 
-from tidewheel.checkpoint.memory_tier.protocol import Address
+from tests.agent_addresses import AgentAddresses
 from tidewheel.console import print_table
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.coordinator import Coordinator
@@ -36,31 +35,12 @@ SETTLE_SECONDS = 2.0
 STEADY_SECONDS = 5.0
 
 
-class Agents:
-    """Memory agents that exist as addresses only."""
-
-    token = "x" * 64
-
-    def on(self, node_ids: Collection[str], seconds: float) -> dict[str, Address]:
-        """Return an address for each node."""
-        return {node: Address(f"10.0.{int(node[1:]) // 250}.{int(node[1:]) % 250}", 40000) for node in node_ids}
-
-    def lost(self, node_id: str) -> None:
-        """Forget nothing: the agents do not exist."""
-
-    def stop(self) -> None:
-        """End no agent."""
-
-    def abandon(self) -> None:
-        """End no agent."""
-
-
 class MeasuredCoordinator(Coordinator):
     """The coordinator, without Ray, that notes when it learns of losses."""
 
     def __init__(self, run_uri: str, workers: int) -> None:
         super().__init__(run_uri, ElasticConfig(min_workers=1, max_workers=workers), tuple(range(1, workers + 1)))
-        self._agents = AgentSupervisor(Agents())  # type: ignore[arg-type]
+        self._agents = AgentSupervisor(AgentAddresses())  # type: ignore[arg-type]
         self.learnt: dict[str, float] = {}
         """When each worker was found to be lost, in monotonic seconds."""
 

@@ -26,7 +26,6 @@ from tidewheel.elastic.generation import Limits, Phase
 from tidewheel.elastic.membership import Membership
 from tidewheel.elastic.messages import (
     BEAT_SECONDS,
-    AgentTable,
     Beat,
     CoordinatorMessage,
     Hello,
@@ -40,6 +39,7 @@ from tidewheel.elastic.messages import (
     WorkerMessage,
 )
 from tidewheel.elastic.nodes import Node
+from tidewheel.elastic.placement_orders import PlacementOrders
 from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
 from tidewheel.elastic.process_log import LogTarget, ProcessLog
 from tidewheel.elastic.run_events import Pace, RunEvents, Snapshot
@@ -118,10 +118,7 @@ class Coordinator:
         self._needs_store = max(sizes) > 1
         self._store: Any = None
         self._agents = AgentSupervisor(Agents(run_uri, log)) if memory_tier else None
-        self._placed: MemoryPlacement | None = None  # of the present generation
-        self._placed_again: MemoryPlacement | None = None  # the same, for workers that have its table of agents
-        self._table: AgentTable | None = None  # the newest that was sent
-        self._have_table = set[str]()  # workers that it was sent to
+        self._placements = PlacementOrders()
         self._past_of_generation = self._past
         self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when
         self._up = threading.Event()
@@ -294,7 +291,7 @@ class Coordinator:
         """Send a message to a worker."""
         if isinstance(message, Join):
             message = Join(message.generation, message.rank, message.world_size, self._rendezvous,
-                           self._placement_for(worker), self._past_of_generation,
+                           self._placements.of(worker), self._past_of_generation,
                            self._beat_seconds(message.world_size))
         if self._server is not None:
             self._server.send(worker, message)
@@ -333,7 +330,7 @@ class Coordinator:
         """Note that a generation begins."""
         state = "starting" if self._snapshot.generation < 0 else "restarting"
         self._pace = Pace()
-        self._place_memory()
+        self._placements.begin(self._placement(), self._membership.workers)
         HERE.begin(generation, 0)
         logger.info("generation %d begins with %d workers", generation, size)
         self._snapshot = replace(self._snapshot, generation=generation, size=size, state=state)
@@ -349,6 +346,7 @@ class Coordinator:
         """Admit a worker, once the agent of its node is known."""
         logger.info("worker %s on node %s is connected", hello.name, hello.node)
         self._known.add(hello.name)
+        self._placements.forget(hello.name)
         if self._agents is None or self._agents.has(hello.node):
             self._hello(hello)
         else:
@@ -425,29 +423,12 @@ class Coordinator:
                 self._hello(hello)
         self._membership.tick(now)
 
-    def _place_memory(self) -> None:
-        """Set the memory agents of the present generation: the same for all ranks, though agents come and go."""
+    def _placement(self) -> MemoryPlacement | None:
+        """Return the memory agents of the present generation."""
         generation = self._membership.generation
-        self._placed = None
         if self._agents is None or generation is None:
-            return
-        members = generation.members
-        placed = self._agents.placement([self._membership.workers[name].node for name in members])
-        if placed is None:
-            return
-        workers = self._membership.workers
-        self._have_table &= workers.keys() if placed.agents == self._table else set()
-        self._table = placed.agents
-        self._placed = placed
-        self._placed_again = replace(placed, agents=None)
-
-    def _placement_for(self, worker: str) -> MemoryPlacement | None:
-        """Return the memory agents of the present generation, without a table that the worker has already."""
-        if self._placed is not None and worker in self._have_table:
-            return self._placed_again
-        if self._placed is not None:
-            self._have_table.add(worker)
-        return self._placed
+            return None
+        return self._agents.placement([self._membership.workers[name].node for name in generation.members])
 
     def _beat_seconds(self, world_size: int) -> float:
         """Return the time between two heartbeats: longer with many workers, but within the limit of silence."""

@@ -111,7 +111,7 @@ class Collector:
         """Make the waves that are missing.
 
         Raises:
-                RolloutError: too many groups failed, or had equal rewards.
+            RolloutError: too many groups failed, or had equal rewards.
             OwnershipError: another driver has written a wave meanwhile.
         """
         done = len(self._known.manifest.waves)

@@ -7,13 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.agent_addresses import AgentAddresses
 from tidewheel import jsonlog
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.commit_log import CommitLog
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.coordinator import Coordinator, actor_name
-from tidewheel.elastic.messages import Abort, Beat, ExitReason, Hello, Join, Left, Over, StepDone, WorkerEvent
+from tidewheel.elastic.messages import (
+    Abort,
+    AgentTable,
+    Beat,
+    ExitReason,
+    Hello,
+    Join,
+    Left,
+    MemoryPlacement,
+    Over,
+    StepDone,
+    WorkerEvent,
+)
+from tidewheel.elastic.placement_orders import PlacementOrders
 from tidewheel.errors import OwnershipError
 from tidewheel.ownership import Timing, acquire
 from tidewheel.storage import store
@@ -64,25 +78,10 @@ def test_a_new_driver_continues_the_numbers_of_the_run(tmp_path, quiet):
     assert (state["step"], state["failures"], state["generation"]) == (9, 1, 1_000_000)
 
 
-class Agents:
-    """Memory agents that are addresses only."""
-
-    token = "secret"
-
-    def on(self, nodes: list[str], seconds: float) -> dict[str, Address]:
-        return {node: Address(node, 1) for node in nodes}
-
-    def lost(self, node: str) -> None:
-        return
-
-    def abandon(self) -> None:
-        return
-
-
 def test_workers_get_the_table_of_agents_once(tmp_path, quiet):
     """At 16,000 workers one table for each of them is most of what a coordinator sends after a death."""
     coordinator = coordinator_of(tmp_path, ElasticConfig(max_workers=3), (1, 2, 3))
-    coordinator._agents = AgentSupervisor(Agents())
+    coordinator._agents = AgentSupervisor(AgentAddresses())
     coordinator.start("127.0.0.1")
     coordinator.expect({"a": "m", "b": "n", "c": "n"}, True)
     endpoint = coordinator.endpoint()
@@ -99,6 +98,22 @@ def test_workers_get_the_table_of_agents_once(tmp_path, quiet):
     assert all(memory.agents is None for memory in again.values())
     assert sum(nodes * ranks for _, nodes, ranks in again["a"].ranks) == 2
     coordinator.end()
+
+
+def test_a_table_is_sent_again_if_an_agent_or_a_process_is_new():
+    placements = PlacementOrders()
+    table = AgentTable((Address("m", 1), Address("n", 1)), {}, "secret")
+    placements.begin(MemoryPlacement(table, ((0, 2, 1),)), {"a", "b"})
+    assert [placements.of(name).agents for name in "aba"] == [table, table, None]
+    placements.begin(MemoryPlacement(replace(table), ((0, 1, 1),)), {"a"})  # an equal one
+    assert placements.of("a").agents is None
+    placements.forget("a")
+    assert [placements.of("a").agents, placements.of("b").agents] == [table, table]
+    more = replace(table, addresses=(*table.addresses, Address("o", 1)))
+    placements.begin(MemoryPlacement(more, ((0, 3, 1),)), {"a", "b"})
+    assert [placements.of("a").agents, placements.of("b").agents] == [more, more]
+    placements.begin(None, {"a", "b"})
+    assert placements.of("a") is None
 
 
 def test_an_unauthenticated_worker_is_refused(tmp_path, quiet):

@@ -9,6 +9,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.agent_addresses import AgentAddresses
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
@@ -79,23 +80,8 @@ def test_the_label_that_people_set_goes_before_the_zone():
     assert failure_domain({}) == ""
 
 
-class Started:
-    """Agents that are there at once."""
-
-    token = "secret"
-
-    def on(self, nodes: list[str], seconds: float) -> dict[str, Address]:
-        return {node: Address(node, 1) for node in nodes}
-
-    def lost(self, node: str) -> None:
-        return
-
-    def abandon(self) -> None:
-        return
-
-
 def test_workers_hear_the_failure_domain_of_every_agent():
-    supervisor = AgentSupervisor(Started())
+    supervisor = AgentSupervisor(AgentAddresses())
     supervisor.located({"x": "rack-1", "y": "rack-1", "z": "rack-2", "elsewhere": "rack-3"})
     supervisor.want(["w", "x", "y", "z"])
     while not all(supervisor.has(node) for node in "wxyz"):
@@ -113,7 +99,7 @@ def test_workers_hear_the_failure_domain_of_every_agent():
 @given(st.lists(st.tuples(st.lists(st.sampled_from("uvwxyz"), min_size=1, max_size=12),
                           st.sets(st.sampled_from("uvwxyz"))), min_size=1, max_size=4))
 def test_workers_hear_the_agent_of_every_rank_and_of_the_other_nodes(generations):
-    supervisor = AgentSupervisor(Started())
+    supervisor = AgentSupervisor(AgentAddresses())
     supervisor.located({"u": "rack-1", "x": "rack-2"})
     table = None
     for ranks, lost in [(list("uvwxyz"), set()), *generations]:
@@ -134,7 +120,7 @@ def test_workers_hear_the_agent_of_every_rank_and_of_the_other_nodes(generations
 
 
 def test_a_generation_on_full_nodes_is_placed_by_one_row():
-    supervisor = AgentSupervisor(Started())
+    supervisor = AgentSupervisor(AgentAddresses())
     nodes = [f"n{number}" for number in range(9, -1, -1)]
     supervisor.want(nodes)
     while not all(supervisor.has(node) for node in nodes):

@@ -1,0 +1,26 @@
+"""Memory agents that are addresses only, for tests of what workers are told about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tidewheel.checkpoint.memory_tier.protocol import Address
+
+
+class AgentAddresses:
+    """Takes the place of `elastic.agents.Agents`: each node has an agent at the host of its name."""
+
+    token = "secret"
+
+    def on(self, nodes: Iterable[str], seconds: float) -> dict[str, Address]:
+        """Return an address for each node."""
+        return {node: Address(node, 1) for node in nodes}
+
+    def lost(self, node: str) -> None:
+        """Do nothing: there is no process."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def abandon(self) -> None:
+        """Do nothing."""
