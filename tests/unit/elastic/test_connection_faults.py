@@ -198,7 +198,7 @@ def test_workers_are_admitted_though_the_coordinator_stood_still_meanwhile(monke
     """Importing torch may hold the interpreter's lock for longer than a hello may take. It cost every worker."""
     from tidewheel.elastic import server
 
-    monkeypatch.setattr(server, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(server, "HELLO_SECONDS", 4.0)  # long enough to begin to stand still on a busy machine
     running = Server("127.0.0.1", TOKEN, handler)
     running.start()
     connections = [socket.create_connection(running.address, timeout=SECONDS) for _ in range(3)]
@@ -207,7 +207,7 @@ def test_workers_are_admitted_though_the_coordinator_stood_still_meanwhile(monke
 
     def stand() -> None:
         stands.set()
-        time.sleep(1.5)
+        time.sleep(5.0)
 
     standing = threading.Thread(target=running.call, args=(stand,))
     standing.start()
