@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 import yaml
 
 from tidewheel import storage
 from tidewheel.checkpoint import tokenizer_files
 from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of, read_base
-from tidewheel.checkpoint.dcp import Reader, load_planner
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.models import model_of as model_of
+from tidewheel.checkpoint.reading import read_tensors
 from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.errors import CheckpointError, ConfigError, StorageError
 from tidewheel.models import huggingface
@@ -211,6 +210,5 @@ def read_stored(checkpoints: Store, name: str, manifest: CheckpointManifest,
         keys[parameter] = stored[0]
     state = {key: torch.empty(manifest.tensors[key].shape, dtype=getattr(torch, manifest.tensors[key].dtype))
              for key in keys.values()}
-    reader = Reader(checkpoints, name, manifest)
-    torch_checkpoint.load(dict(state), storage_reader=reader, planner=load_planner(), no_dist=True)
+    read_tensors(checkpoints, name, manifest, state)
     return {parameter: state[key] for parameter, key in keys.items()}

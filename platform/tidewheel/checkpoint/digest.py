@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidewheel.checkpoint.manifest import CheckpointManifest, TensorEntry, read_manifest
+from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.storage import Store
 
@@ -46,7 +46,7 @@ def digest(uri: str) -> Digest:
     everything = hashlib.sha256()
     for path, entry in sorted(manifest.tensors.items()):
         head = f"{path} {entry.dtype} {list(entry.shape)}\n".encode()
-        content = _content(checkpoints, name, manifest, entry)
+        content = _content(checkpoints, name, manifest, path)
         for hashed in (groups[path.partition("/")[0]], everything):
             hashed.update(head)
             hashed.update(content.data)
@@ -54,12 +54,13 @@ def digest(uri: str) -> Digest:
     return Digest(checkpoints.at(name), manifest.step, hashes, everything.hexdigest())
 
 
-def _content(store: Store, name: str, manifest: CheckpointManifest, entry: TensorEntry) -> np.ndarray:
+def _content(store: Store, name: str, manifest: CheckpointManifest, path: str) -> np.ndarray:
     """Return the bytes of a whole tensor, assembled from its parts: contiguous uint8."""
+    entry = manifest.tensors[path]
     whole = np.empty((*entry.shape, entry.itemsize), dtype=np.uint8)
-    for chunk in entry.chunks:
+    for chunk in manifest.chunks(path):
         length = math.prod(chunk.sizes) * entry.itemsize
-        data = store.read(f"{name}/{manifest.files[chunk.file].key}", chunk.start, length) if length else b""
+        data = store.read(f"{name}/{manifest.files[chunk.file].key}", chunk.start, length)
         box = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes))
         whole[box] = np.frombuffer(data, dtype=np.uint8).reshape(*chunk.sizes, entry.itemsize)
     return whole.reshape(-1)

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tidewheel import storage
-from tidewheel.checkpoint.dcp import Reader, load_planner
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest
-from tidewheel.checkpoint.peers import Peers
+from tidewheel.checkpoint.peers import Peers, RankError
+from tidewheel.checkpoint.reading import read_tensors
 from tidewheel.checkpoint.staging import dtype_name
 from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
@@ -88,10 +86,9 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> Loaded:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one line about `error`; when several ranks failed, about the lowest."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (inner, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {reason_of(inner)}"
+    """Return one line about `error`."""
+    if isinstance(error, RankError):
+        return f"rank {error.rank}: {reason_of(error.error)}"
     what = f"{error.where}: {error.what}" if isinstance(error, TidewheelError) else str(error)
     return what.splitlines()[0][:300] if what else type(error).__name__
 
@@ -137,11 +134,14 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
         raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
                               fix="give the model the shape it has in the checkpoint" if convert else
                               "continue with the model and precision the run was started with")
-    reader = Reader(store, name, manifest)
+    outcome: Exception | None = None
     try:
-        torch_checkpoint.load(dict(flat), storage_reader=reader, planner=load_planner(),
-                              process_group=peers.group, no_dist=peers.alone)
-    except CheckpointException as error:
+        read_tensors(store, name, manifest, flat)
+    except Exception as error:  # the other ranks wait for it
+        outcome = error
+    try:
+        peers.to_first(outcome)
+    except RankError as error:
         raise CheckpointError(f"cannot be read: {reason_of(error)}", where=where,
                               fix="start again; the checkpoint was intact when it was verified") from error
 

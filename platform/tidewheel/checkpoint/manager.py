@@ -11,21 +11,20 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 
+from tidewheel.checkpoint.agreement import Agreement
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
-from tidewheel.checkpoint.dcp import StagedPlanner, Writer
 from tidewheel.checkpoint.loading import load_newest, load_uri, reason_of
-from tidewheel.checkpoint.manifest import CheckpointManifest, TensorEntry, step_name
+from tidewheel.checkpoint.manifest import CheckpointManifest, RankFile, TensorEntry, step_name
 from tidewheel.checkpoint.models import describe
-from tidewheel.checkpoint.peers import Peers
+from tidewheel.checkpoint.peers import Peers, RankError
 from tidewheel.checkpoint.retention import Keep, abort_abandoned_uploads, collect
 from tidewheel.checkpoint.staging import Snapshot, Stage, flatten, local
 from tidewheel.checkpoint.verify import verify_files
+from tidewheel.checkpoint.writing import write_checkpoint
 from tidewheel.daemon import start_daemon
 from tidewheel.errors import CheckpointError, OwnershipError, StorageAwayError, StorageError, TidewheelError
-from tidewheel.storage import Stamp, Store
+from tidewheel.storage import Store
 from tidewheel.time_limit import TimeLimit, bounded
 from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.runtime import Described, Keeps, Loaded, Saves
@@ -72,6 +71,7 @@ class CheckpointManager:
         self._on_event, self._process_group = on_event, process_group
         self._generation = generation
         self._peers: Peers | None = None
+        self._agreement = Agreement()
         self._stage = Stage()
         self._saves = Saves()
         self._last_failure = ""
@@ -299,18 +299,17 @@ class CheckpointManager:
         name, generation = step_name(step), self._generation
         written: list[CheckpointManifest] = []
 
-        def describe(files: tuple[Stamp, ...], tensors: dict[str, TensorEntry]) -> CheckpointManifest:
+        def describe(files: tuple[RankFile, ...], tensors: dict[str, TensorEntry]) -> CheckpointManifest:
             written.append(CheckpointManifest(step, peers.size, time.time(), files, tensors, extra, generation or 0))
             return written[-1]
 
         try:
             name = peers.from_first(lambda: self._in_time(lambda: folder_name(self.store, step, generation)))
-            writer = Writer(
-                self.store, name, peers.rank, attempt_name(generation), persist=self._in_time, describe=describe,
+            write_checkpoint(
+                self.store, name, peers, self._agreement, flat, staged, attempt_name(generation),
+                persist=self._in_time, describe=describe,
                 publish=lambda manifest: publish(self.store, name, manifest, owned=generation is not None))
-            torch_checkpoint.save(dict(flat), storage_writer=writer, planner=StagedPlanner(staged),
-                                  process_group=peers.group, no_dist=peers.alone)
-        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        except Exception as error:
             self._fail(error, name, step, time.monotonic() - began)
             return
         seconds = time.monotonic() - began
@@ -379,7 +378,6 @@ class CheckpointManager:
 
 def _ownership(error: BaseException) -> OwnershipError | None:
     """Return the OwnershipError among the causes of a failed save, if there is one."""
-    if isinstance(error, CheckpointException):
-        lost = [inner for inner, _ in error.failures.values() if isinstance(inner, OwnershipError)]
-        return lost[0] if lost else None
+    if isinstance(error, RankError):
+        return _ownership(error.error)
     return error if isinstance(error, OwnershipError) else None

@@ -1,7 +1,11 @@
-"""`manifest.json` of a checkpoint: its files, the position of each part of each tensor, and the run's own state.
+"""`manifest.json` of a checkpoint: its files, the rule by which ranks share each tensor, and the run's own state.
 
 A checkpoint exists when its manifest does. The manifest contains a hash of itself, so that damage to it is detected
 like damage to the tensors. It is plain JSON, every field is checked, and reading it executes nothing.
+
+The position of a part follows from the rule (`Sharding`) and the order of parts in a file, so the manifest of a
+thousand ranks is as long as that of one but for its list of files. Parts of a checkpoint that memory agents wrote, or
+an earlier version of Tidewheel, are listed one by one.
 """
 
 from __future__ import annotations
@@ -9,14 +13,19 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from tidewheel.checkpoint.sharding import Box, Cut, Sharding
 from tidewheel.errors import CheckpointError, StorageError
 from tidewheel.storage import Stamp, Store, content_hash, safe_key
 
 KEY = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""Format 1 has no rules: it lists every part of every tensor."""
 NAME = re.compile(r"step_(\d{8,18})(?:-g\d{1,18}(?:\.\d{1,4})?)?")
 _HASH = re.compile(r"blake3-[0-9a-f]{64}")
 
@@ -51,6 +60,15 @@ def step_of(name: str) -> int:
 
 
 @dataclass(frozen=True)
+class RankFile(Stamp):
+    """The file of one rank."""
+
+    rank: int = 0
+    head: int = 0
+    """Bytes of its header, see `safetensors_head`. 0: unknown, and all its parts are listed."""
+
+
+@dataclass(frozen=True)
 class Chunk:
     """One box of a tensor and the position of its bytes, in row-major order."""
 
@@ -63,14 +81,22 @@ class Chunk:
     sizes: tuple[int, ...]
     """Shape of the box."""
 
+    @property
+    def box(self) -> Box:
+        """The box."""
+        return Box(self.offsets, self.sizes)
+
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the state."""
+    """One tensor of the state, whose parts follow from a rule or are listed."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] = ()
+    """The parts, where there is no rule."""
+    shared: Sharding | None = None
+    """The rule."""
 
     @property
     def itemsize(self) -> int:
@@ -87,7 +113,7 @@ class CheckpointManifest:
     """Number of ranks that wrote it; any number can read it."""
     time: float
     """When it was committed, seconds since 1970."""
-    files: tuple[Stamp, ...]
+    files: tuple[RankFile, ...]
     """Their keys are names inside the checkpoint's folder."""
     tensors: dict[str, TensorEntry]
     """By path in the state, "model/embedding.weight"."""
@@ -95,6 +121,29 @@ class CheckpointManifest:
     """The run's own state, JSON values."""
     generation: int = 0
     """Number of the worker group that wrote it; `commit_log.epoch_of` gives the epoch."""
+
+    def chunks(self, name: str, wanted: Box | None = None) -> Iterator[Chunk]:
+        """Yield the parts of a tensor that have an element of a box.
+
+        This costs work for the files that hold these parts, and not for the others.
+
+        Args:
+            name: of the tensor.
+            wanted: the box; None: the whole tensor.
+
+        Raises:
+            CheckpointError: a file is missing in the manifest, or has another length than its parts.
+        """
+        entry = self.tensors[name]
+        wanted = wanted or Box.whole(entry.shape)
+        if entry.shared is None:
+            yield from (chunk for chunk in entry.chunks if chunk.box.common(wanted) is not None)
+            return
+        for rank, box in entry.shared.within(wanted):
+            if rank not in self._index:
+                raise self._damaged(f"no file of rank {rank}, which has a part of {name}")
+            index = self._index[rank]
+            yield Chunk(index, self._starts(index)[name], box.offsets, box.sizes)
 
     @property
     def total_bytes(self) -> int:
@@ -107,21 +156,83 @@ class CheckpointManifest:
 
         A copy has the same hash. The same values saved by another number of ranks have another one.
         """
-        stored = {name: [tensor.dtype, tensor.shape, [[self.files[chunk.file].hash, chunk.start, chunk.offsets]
-                                                      for chunk in tensor.chunks]]
+        stored = {name: [tensor.dtype, tensor.shape, *self._stored(tensor)]
                   for name, tensor in self.tensors.items() if name.startswith("model/")}
+        if any(tensor.shared is not None for tensor in self.tensors.values()):
+            stored["files"] = [[file.rank, file.hash] for file in self.files]
         return _self_hash(stored)
+
+    def _stored(self, tensor: TensorEntry) -> list[Any]:
+        if tensor.shared is None:
+            return [[[self.files[chunk.file].hash, chunk.start, chunk.offsets] for chunk in tensor.chunks]]
+        return [_cuts(tensor.shared), tensor.shared.first]
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        """Index of the file of each rank."""
+        return {file.rank: index for index, file in enumerate(self.files)}
+
+    @cached_property
+    def _ruled(self) -> list[tuple[str, TensorEntry, Sharding]]:
+        """Tensors with a rule, in the order of their parts in a file."""
+        ruled = [(name, entry, entry.shared) for name, entry in self.tensors.items() if entry.shared is not None]
+        return sorted(ruled, key=lambda item: file_order(item[0], item[1].itemsize))
+
+    @cached_property
+    def _known_starts(self) -> dict[int, dict[str, int]]:
+        return {}
+
+    def _starts(self, index: int) -> dict[str, int]:
+        """Return the first byte of each tensor's part in a file."""
+        known = self._known_starts.get(index)
+        if known is not None:
+            return known
+        file = self.files[index]
+        starts, end = {}, file.head
+        for name, entry, shared in self._ruled:
+            box = shared.on(file.rank)
+            if box is not None:
+                starts[name] = end
+                end += box.elements * entry.itemsize
+        if end != file.bytes:
+            raise self._damaged(f"{file.key} has {file.bytes} bytes; its parts end at {end}")
+        self._known_starts[index] = starts
+        return starts
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"manifest.json is damaged: {what}", where=step_name(self.step),
+                               fix="training skips it; delete this checkpoint's folder")
 
     def to_json(self) -> bytes:
         """Return the bytes of manifest.json, including the hash of itself."""
         values = {
             "format": FORMAT, "step": self.step, "world_size": self.world_size, "time": self.time,
-            "files": [{"key": file.key, "bytes": file.bytes, "hash": file.hash} for file in self.files],
-            "tensors": {name: {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": [
-                [chunk.file, chunk.start, chunk.offsets, chunk.sizes] for chunk in tensor.chunks]}
-                for name, tensor in self.tensors.items()},
+            "files": [{"key": file.key, "bytes": file.bytes, "hash": file.hash, "rank": file.rank, "head": file.head}
+                      for file in self.files],
+            "tensors": {name: {"dtype": tensor.dtype, "shape": tensor.shape, **_placed(tensor)}
+                        for name, tensor in self.tensors.items()},
             "extra": self.extra, "generation": self.generation}
         return (json.dumps({**values, "manifest_hash": _self_hash(values)}, sort_keys=True) + "\n").encode()
+
+
+def file_order(name: str, itemsize: int) -> tuple[int, str]:
+    """Return the sort key of a tensor's part in a file: wide elements first, so that all are aligned, then the name.
+
+    Args:
+        name: path of the tensor.
+        itemsize: bytes of an element.
+    """
+    return -itemsize, name
+
+
+def _placed(tensor: TensorEntry) -> dict[str, Any]:
+    if tensor.shared is not None:
+        return {"cuts": _cuts(tensor.shared), "first": tensor.shared.first}
+    return {"chunks": [[chunk.file, chunk.start, chunk.offsets, chunk.sizes] for chunk in tensor.chunks]}
+
+
+def _cuts(shared: Sharding) -> list[list[int]]:
+    return [[cut.dimension, cut.pieces, cut.stride] for cut in shared.cuts]
 
 
 def _self_hash(values: dict[str, Any]) -> str:
@@ -157,8 +268,8 @@ def parse_manifest(data: bytes, name: str, where: str) -> CheckpointManifest:
         values = json.loads(data)
         if not isinstance(values, dict) or values.pop("manifest_hash", None) != _self_hash(values):
             raise ValueError("its content does not match its own hash")
-        if values["format"] != FORMAT:
-            raise ValueError(f"format {values['format']!r} is not the known one, {FORMAT}")
+        if values["format"] not in READABLE:
+            raise ValueError(f"format {values['format']!r} is none of the known ones, {READABLE}")
         manifest = _build(values)
         if step_of(name) != manifest.step:
             raise ValueError(f"it is that of step {manifest.step}")
@@ -171,22 +282,37 @@ def parse_manifest(data: bytes, name: str, where: str) -> CheckpointManifest:
 
 def _build(values: dict[str, Any]) -> CheckpointManifest:
     files = []
-    for file in values["files"]:
+    for index, file in enumerate(values["files"]):
         if "/" in safe_key(file["key"]) or not _HASH.fullmatch(file["hash"]):
             raise ValueError(f"the file {file['key']!r} is outside its folder or has no hash")
-        files.append(Stamp(file["key"], _count(file["bytes"]), file["hash"]))
+        files.append(RankFile(file["key"], _count(file["bytes"]), file["hash"], _count(file.get("rank", index)),
+                              _count(file.get("head", 0))))
+    if len({file.rank for file in files}) < len(files):
+        raise ValueError("two files are of one rank")
     tensors = {name: _tensor(name, entry, files) for name, entry in values["tensors"].items()}
     if not isinstance(values["extra"], dict):
         raise ValueError("extra is not a JSON object")
-    return CheckpointManifest(step=_count(values["step"]), world_size=_count(values["world_size"]),
-                              time=float(values["time"]), files=tuple(files), tensors=tensors, extra=values["extra"],
+    world_size = _count(values["world_size"])
+    ruled = [entry for entry in tensors.values() if entry.shared is not None]
+    if any(entry.shared is not None and entry.shared.last >= world_size for entry in ruled):
+        raise ValueError(f"a tensor is shared by more ranks than there are, {world_size}")
+    parts = sum(math.prod(entry.shape) * entry.itemsize for entry in ruled)
+    if ruled and parts + sum(file.head for file in files) != sum(file.bytes for file in files):
+        raise ValueError("the tensors do not add up to the files")
+    return CheckpointManifest(step=_count(values["step"]), world_size=world_size, time=float(values["time"]),
+                              files=tuple(files), tensors=tensors, extra=values["extra"],
                               generation=_count(values.get("generation", 0)))
 
 
-def _tensor(name: str, entry: dict[str, Any], files: list[Stamp]) -> TensorEntry:
+def _tensor(name: str, entry: dict[str, Any], files: list[RankFile]) -> TensorEntry:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
     shape = tuple(map(_count, entry["shape"]))
+    if "cuts" in entry:
+        cuts = tuple(Cut(_count(dimension), _count(pieces), _count(stride)) for dimension, pieces, stride in
+                     entry["cuts"])
+        shared = Sharding(shape, cuts, _count(entry["first"]))
+        return TensorEntry(entry["dtype"], shape, shared=shared)
     itemsize = DTYPES[entry["dtype"]][1]
     chunks = []
     for file, start, offsets, sizes in entry["chunks"]:

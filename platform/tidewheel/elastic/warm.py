@@ -17,7 +17,6 @@ def warm_up(config: Any, *, deeply: bool) -> None:
             does not need it: all its ranks are slow together.
     """
     import torch
-    import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor
 

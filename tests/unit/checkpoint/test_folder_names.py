@@ -6,11 +6,11 @@ import pytest
 
 from tidewheel.checkpoint import commit
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish, writer_of
-from tidewheel.checkpoint.manifest import KEY, CheckpointManifest
+from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, RankFile
 from tidewheel.commit_log import CommitLog
 from tidewheel.errors import CheckpointError, OwnershipError
 from tidewheel.lease import Holder
-from tidewheel.storage import LocalStore, Stamp
+from tidewheel.storage import LocalStore
 
 
 @pytest.fixture
@@ -49,7 +49,8 @@ def test_without_conditional_creates_no_two_groups_share_a_name(place: LocalStor
 
 def manifest(generation: int, *files: str) -> CheckpointManifest:
     return CheckpointManifest(step=2, generation=generation, world_size=1, time=0.0, tensors={}, extra={},
-                              files=tuple(Stamp(name, 1, "blake3-" + "0" * 64) for name in files))
+                              files=tuple(RankFile(name, 1, "blake3-" + "0" * 64, rank)
+                                          for rank, name in enumerate(files)))
 
 
 def test_a_manifest_may_be_published_twice_and_not_replaced(place: LocalStore):

@@ -92,8 +92,8 @@ def test_the_files_are_safetensors_and_json_not_pickle(local: LocalStore):
             assert torch.equal(file.get_tensor(name), tensor)
     manifest = read_manifest(local, "step_00000001")
     raw = data.read_bytes()
-    entry = manifest.tensors["model/wide"]
-    start = entry.chunks[0].start
+    (chunk,) = manifest.chunks("model/wide")
+    start = chunk.start
     assert raw[start:start + 96] == expected["model/wide"].numpy().tobytes()
 
 

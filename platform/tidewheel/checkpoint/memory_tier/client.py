@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
 
+from tidewheel.checkpoint.agreement import own_box
 from tidewheel.checkpoint.memory_tier.protocol import IDLE_SECONDS, Address, Connection, connect
 from tidewheel.checkpoint.memory_tier.slots import EXTRA_BYTES, HEADER_BYTES, SLOTS_PER_WORKER, Content, Slot
 from tidewheel.checkpoint.memory_tier.table import Piece, lay_out
@@ -293,15 +293,11 @@ def pieces_of(flat: dict[str, torch.Tensor]) -> dict[str, Piece]:
     Args:
         flat: tensors by path, see `staging.flatten`.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(flat), is_coordinator=True)
     pieces = {}
-    for item in planner.create_local_plan().items:
-        data = item.tensor_data
-        assert data is not None
-        if all(data.chunk.sizes) or not all(data.size):
-            pieces[item.index.fqn] = Piece(item.index.fqn, dtype_name(flat[item.index.fqn]), tuple(data.size),
-                                           tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    for name, tensor in flat.items():
+        own = own_box(tensor)
+        if own.elements or not tensor.numel():
+            pieces[name] = Piece(name, dtype_name(tensor), tuple(tensor.shape), own.offsets, own.sizes)
     return pieces
 
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
 
-from tidewheel.checkpoint.dcp import load_planner, put_in_place
+from tidewheel.checkpoint.agreement import own_box
+from tidewheel.checkpoint.filling import Request, fill_window, windows
 from tidewheel.checkpoint.memory_tier.inventory import (
     Copy,
     Inventory,
@@ -31,34 +24,14 @@ from tidewheel.checkpoint.memory_tier.part_reader import FALLBACK, PartReader
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.slots import BLOCK_BYTES
 from tidewheel.checkpoint.memory_tier.table import Piece
-from tidewheel.checkpoint.staging import flatten
+from tidewheel.checkpoint.sharding import Box
+from tidewheel.checkpoint.staging import dtype_name, flatten, local
 from tidewheel.errors import CheckpointError
 
 __all__ = ["Inventory", "Recoverable", "candidates", "inventory", "load", "newest_complete"]
 
 READERS = 4
 """Windows read at a time."""
-WINDOW_BYTES = 32 << 20
-"""Neighbouring boxes are read together, up to this length."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A box that this rank needs, and the bytes [start, end) of the slot that contain it."""
-
-    item: ReadItem
-    piece: Piece
-    start: int
-    end: int
-
-    @classmethod
-    def of(cls, item: ReadItem, piece: Piece) -> Request:
-        """Return the request for the rows of `piece` that contain `item`; they are contiguous."""
-        if not piece.sizes:
-            return cls(item, piece, piece.start, piece.start + piece.bytes)
-        row_bytes = piece.bytes // piece.sizes[0] if piece.sizes[0] else 0
-        start = piece.start + item.storage_offsets[0] * row_bytes
-        return cls(item, piece, start, start + item.lengths[0] * row_bytes)
 
 
 def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any = None,
@@ -100,14 +73,10 @@ def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | 
     with ThreadPoolExecutor(READERS, thread_name_prefix="memory tier") as pool:
         try:
             list(pool.map(PartReader.describe, parts))
-            plan, planner, sources = _plan(flat, parts, where)
-            requests: dict[int, list[Request]] = defaultdict(list)
-            for item in plan:
-                assert item.storage_index.offset is not None
-                rank, piece = sources[item.storage_index.fqn, tuple(item.storage_index.offset)]
-                requests[rank].append(Request.of(item, piece))
-            windows = [(parts[rank], window) for rank, boxes in requests.items() for window in _windows(boxes)]
-            list(pool.map(lambda work: _fill(work[0], work[1], planner), windows))
+            requests = _requests(flat, parts, where)
+            work = [(parts[rank], window) for rank, wanted in requests.items()
+                    for window in windows(wanted, BLOCK_BYTES)]
+            list(pool.map(lambda item: _fill(*item), work))
         finally:
             for part in parts:
                 part.close()
@@ -118,58 +87,36 @@ def _near(copies: Sequence[Copy], own_agent: Address | None) -> list[Copy]:
     return sorted(copies, key=lambda copy: copy.agent != own_agent)
 
 
-def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader],
-          where: str) -> tuple[list[ReadItem], Any, dict[tuple[str, tuple[int, ...]], tuple[int, Piece]]]:
-    """Return what this rank reads, the planner, and for each box the part and piece to read it from (nearest first)."""
-    sources: dict[tuple[str, tuple[int, ...]], tuple[int, Piece]] = {}
-    boxes: dict[str, list[Piece]] = defaultdict(list)
+def _requests(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader], where: str) -> dict[int, list[Request]]:
+    """Return what this rank reads of each part; of equal boxes, the nearest."""
+    boxes: dict[str, dict[tuple[int, ...], tuple[int, Piece]]] = defaultdict(dict)
     for rank in sorted(range(len(parts)), key=lambda rank: not parts[rank].near):
         for piece in parts[rank].pieces:
-            if (piece.name, piece.offsets) not in sources:
-                sources[piece.name, piece.offsets] = rank, piece
-                boxes[piece.name].append(piece)
+            boxes[piece.name].setdefault(piece.offsets, (rank, piece))
+    requests: dict[int, list[Request]] = defaultdict(list)
     for name, tensor in flat.items():
-        if name not in boxes:
-            raise CheckpointError(f"{name} is not in the snapshot", where=where, fix=FALLBACK)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if boxes[name][0].dtype != dtype or boxes[name][0].shape != tuple(tensor.shape):
-            raise CheckpointError(f"{name} is {boxes[name][0].dtype} {list(boxes[name][0].shape)} in the snapshot, "
-                                  f"{dtype} {list(tensor.shape)} in the run", where=where, fix=FALLBACK)
-        if sum(piece.bytes for piece in boxes[name]) != tensor.numel() * tensor.element_size():
-            raise CheckpointError(f"the parts of {name} do not add up to it", where=where, fix=FALLBACK)
-    metadata = Metadata({name: TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, pieces[0].dtype)), size=torch.Size(pieces[0].shape),
-        chunks=[ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in pieces])
-        for name, pieces in boxes.items()})
-    planner = load_planner()
-    planner.set_up_planner(dict(flat), metadata, is_coordinator=True)
-    return list(planner.create_local_plan().items), planner, sources
+        pieces = list(boxes.get(name, {}).values())
+        _check(name, tensor, [piece for _, piece in pieces], where)
+        own = own_box(tensor)
+        for rank, piece in pieces:
+            request = Request.of(local(tensor), own, Box(piece.offsets, piece.sizes), getattr(torch, piece.dtype),
+                                 piece.start)
+            if request is not None:
+                requests[rank].append(request)
+    return requests
 
 
-def _windows(requests: Iterable[Request]) -> list[list[Request]]:
-    """Group neighbouring requests that are read together, up to `WINDOW_BYTES`."""
-    windows: list[list[Request]] = []
-    for request in sorted(requests, key=lambda request: request.start):
-        last = windows[-1] if windows else []
-        if last and request.start - last[-1].end < BLOCK_BYTES and request.end - last[0].start <= WINDOW_BYTES:
-            last.append(request)
-        else:
-            windows.append([request])
-    return windows
+def _check(name: str, tensor: torch.Tensor, pieces: Sequence[Piece], where: str) -> None:
+    if not pieces:
+        raise CheckpointError(f"{name} is not in the snapshot", where=where, fix=FALLBACK)
+    dtype = dtype_name(tensor)
+    if pieces[0].dtype != dtype or pieces[0].shape != tuple(tensor.shape):
+        raise CheckpointError(f"{name} is {pieces[0].dtype} {list(pieces[0].shape)} in the snapshot, "
+                              f"{dtype} {list(tensor.shape)} in the run", where=where, fix=FALLBACK)
+    if sum(piece.bytes for piece in pieces) != tensor.numel() * tensor.element_size():
+        raise CheckpointError(f"the parts of {name} do not add up to it", where=where, fix=FALLBACK)
 
 
-@torch.no_grad()
-def _fill(part: PartReader, window: Sequence[Request], planner: Any) -> None:
-    """Read a window and copy its boxes into the tensors."""
-    first = window[0].start
-    data = part.read(first, max(request.end for request in window))
-    for request in window:
-        item, piece = request.item, request.piece
-        sizes, offsets = list(piece.sizes), list(item.storage_offsets)
-        if sizes:
-            sizes[0], offsets[0] = item.lengths[0], 0
-        length = request.end - request.start
-        box = torch.frombuffer(data, dtype=torch.uint8, count=length, offset=request.start - first) if length else (
-            torch.empty(0, dtype=torch.uint8))
-        tensor = box.view(getattr(torch, piece.dtype)).view(sizes)
-        put_in_place(planner, item, tensor, offsets)
+def _fill(part: PartReader, window: Sequence[Request]) -> None:
+    data = part.read(window[0].start, max(request.end for request in window))
+    fill_window(window, torch.frombuffer(data, dtype=torch.uint8))

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
-from tidewheel.checkpoint.manifest import CheckpointManifest, Chunk, TensorEntry
+from tidewheel.checkpoint.manifest import CheckpointManifest, Chunk, RankFile, TensorEntry
 from tidewheel.checkpoint.memory_tier.inventory import Recoverable
 from tidewheel.checkpoint.memory_tier.part_reader import PartReader
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
 from tidewheel.commit_log import CommitLog
-from tidewheel.storage import CHUNK_BYTES, Stamp, Store
+from tidewheel.storage import CHUNK_BYTES, Store
 
 
 def upload(recoverable: Recoverable, store: Store, *, own_agent: Address | None = None,
@@ -46,7 +46,7 @@ def _upload(recoverable: Recoverable, store: Store, parts: Sequence[PartReader],
             before_commit: Callable[[], None]) -> CheckpointManifest:
     name = folder_name(store, recoverable.step, recoverable.generation)
     attempt = attempt_name(recoverable.generation)
-    files: list[Stamp] = []
+    files: list[RankFile] = []
     entries: dict[str, TensorEntry] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for rank, part in enumerate(parts):
@@ -68,7 +68,7 @@ def _upload(recoverable: Recoverable, store: Store, parts: Sequence[PartReader],
             chunks = entries[piece.name].chunks if piece.name in entries else ()
             entries[piece.name] = TensorEntry(piece.dtype, piece.shape, (
                 *chunks, Chunk(len(files), start, piece.offsets, piece.sizes)))
-        files.append(Stamp(key, sink.stamp.bytes, sink.stamp.hash))
+        files.append(RankFile(key, sink.stamp.bytes, sink.stamp.hash, rank, len(header)))
         part.close()
     manifest = CheckpointManifest(recoverable.step, recoverable.world_size, time.time(), tuple(files), entries,
                                   parts[0].extra, recoverable.generation)

@@ -1,0 +1,91 @@
+"""Write a checkpoint's files: each rank its own, in the safetensors format, hashed while it streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tidewheel.checkpoint.agreement import Agreement
+from tidewheel.checkpoint.manifest import CheckpointManifest, RankFile, TensorEntry, file_order
+from tidewheel.checkpoint.peers import Peers
+from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
+from tidewheel.checkpoint.sharding import Box
+from tidewheel.checkpoint.staging import dtype_name
+from tidewheel.storage import Stamp, Store
+
+Persist = Callable[[Callable[[], Any]], Any]
+
+
+def write_checkpoint(store: Store, name: str, peers: Peers, agreement: Agreement, flat: Mapping[str, torch.Tensor],
+                     staged: Mapping[str, torch.Tensor] | Exception, attempt: str, *, persist: Persist,
+                     describe: Callable[[tuple[RankFile, ...], dict[str, TensorEntry]], CheckpointManifest],
+                     publish: Callable[[CheckpointManifest], None]) -> None:
+    """Write this rank's file, and on rank 0 the manifest once all have written theirs. All ranks call this together.
+
+    Args:
+        store: the run's `checkpoints` folder.
+        name: folder of this checkpoint.
+        peers: the ranks.
+        agreement: of the same state, kept from one save to the next.
+        flat: tensors by path, from whose shards the plan is made.
+        staged: their contents, or the error that prevented the copy.
+        attempt: part of the file's name that is unique to this attempt, so that a checkpoint is never overwritten.
+        persist: runs a write within the time limit of the save.
+        describe: returns the manifest for (files, tensors); called on rank 0.
+        publish: writes the manifest and commits the checkpoint; called on rank 0.
+
+    Raises:
+        CheckpointError: see `Agreement.rules`.
+        peers.RankError: a rank has failed; the same on all ranks.
+    """
+    entries = agreement.rules(peers, flat)
+    own: RankFile | Exception | None
+    try:
+        own = _write(store, name, peers.rank, entries, staged, attempt, persist)
+    except Exception as error:  # the other ranks wait for it
+        own = error
+    files = peers.to_first(own)
+
+    def commit() -> None:
+        manifest = describe(tuple(file for file in files if file is not None), dict(entries))
+        persist(lambda: publish(manifest))
+
+    peers.from_first(commit)
+
+
+def _write(store: Store, name: str, rank: int, entries: Mapping[str, TensorEntry],
+           staged: Mapping[str, torch.Tensor] | Exception, attempt: str, persist: Persist) -> RankFile | None:
+    """Write the parts that are this rank's to write; None: there are none."""
+    if isinstance(staged, Exception):
+        raise staged
+    parts = own_parts(entries, rank)
+    if not parts:
+        return None
+    tensors = [staged[path].detach().contiguous() for path in parts]
+    head, _ = safetensors_head(
+        (part_name(path, entries[path].shape, box.offsets, box.sizes), dtype_name(tensor), box.sizes)
+        for (path, box), tensor in zip(parts.items(), tensors))
+    key = f"rank_{rank:05d}-{attempt}.safetensors"
+    stamp: Stamp = persist(lambda: _stream(store, f"{name}/{key}", head, tensors))
+    return RankFile(key, stamp.bytes, stamp.hash, rank, len(head))
+
+
+def own_parts(entries: Mapping[str, TensorEntry], rank: int) -> dict[str, Box]:
+    """Return the parts that a rank writes, by path, in the order of its file."""
+    parts = {}
+    for path, entry in sorted(entries.items(), key=lambda item: file_order(item[0], item[1].itemsize)):
+        assert entry.shared is not None
+        box = entry.shared.on(rank)
+        if box is not None:
+            parts[path] = box
+    return parts
+
+
+def _stream(store: Store, key: str, head: bytes, tensors: list[torch.Tensor]) -> Stamp:
+    with store.writer(key) as sink:
+        sink.write(head)
+        for tensor in tensors:
+            sink.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sink.stamp
