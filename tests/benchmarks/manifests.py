@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from tidewheel.checkpoint.agreement import Row, shared_by
-from tidewheel.checkpoint.manifest import CheckpointManifest, RankFile, TensorEntry, parse_manifest
+from tidewheel.checkpoint.manifest import CheckpointManifest, parse_manifest
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
 from tidewheel.checkpoint.sharding import Cut, Sharding
-from tidewheel.checkpoint.writing import own_parts
+from tidewheel.checkpoint.tensor_entry import RankFile, TensorEntry, own_parts
 from tidewheel.config import build
 from tidewheel.console import print_table
 from tidewheel.models.decoder import Decoder

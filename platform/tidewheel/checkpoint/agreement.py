@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tidewheel.checkpoint.manifest import DTYPES, TensorEntry
 from tidewheel.checkpoint.peers import Peers, RankError
 from tidewheel.checkpoint.sharding import Box, Cut, Sharding
 from tidewheel.checkpoint.staging import dtype_name, local
+from tidewheel.checkpoint.tensor_entry import DTYPES, TensorEntry
 from tidewheel.errors import CheckpointError
 from tidewheel.storage import content_hash
 

@@ -15,11 +15,12 @@ import torch
 from tidewheel.checkpoint.agreement import Agreement
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
 from tidewheel.checkpoint.loading import load_newest, load_uri, reason_of
-from tidewheel.checkpoint.manifest import CheckpointManifest, RankFile, TensorEntry, step_name
+from tidewheel.checkpoint.manifest import CheckpointManifest, step_name
 from tidewheel.checkpoint.models import describe
 from tidewheel.checkpoint.peers import Peers, RankError
 from tidewheel.checkpoint.retention import Keep, abort_abandoned_uploads, collect
 from tidewheel.checkpoint.staging import Snapshot, Stage, flatten, local
+from tidewheel.checkpoint.tensor_entry import RankFile, TensorEntry
 from tidewheel.checkpoint.verify import verify_files
 from tidewheel.checkpoint.writing import write_checkpoint
 from tidewheel.daemon import start_daemon
@@ -249,6 +250,14 @@ class CheckpointManager:
         """
         self.wait()
         return load_newest(self.store, self.peers, flatten(state), self._refuse)
+
+    def rules(self, state: dict[str, Any]) -> dict[str, TensorEntry]:
+        """Return the rule by which the ranks share each tensor of a state; all ranks call this together.
+
+        Raises:
+            CheckpointError, RankError: see `Agreement.rules`.
+        """
+        return self._agreement.rules(self.peers, flatten(state))
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Load from storage, as `load_latest` does."""

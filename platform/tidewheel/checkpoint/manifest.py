@@ -18,9 +18,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tidewheel.checkpoint.sharding import Box, Cut, Sharding
+from tidewheel.checkpoint.sharding import Box
+from tidewheel.checkpoint.tensor_entry import (
+    Chunk,
+    RankFile,
+    TensorEntry,
+    count,
+    cuts_json,
+    entry_json,
+    own_parts,
+    parse_entry,
+)
 from tidewheel.errors import CheckpointError, StorageError
-from tidewheel.storage import Stamp, Store, content_hash, safe_key
+from tidewheel.storage import Store, content_hash, safe_key
 
 KEY = "manifest.json"
 FORMAT = 2
@@ -28,14 +38,6 @@ READABLE = (1, FORMAT)
 """Format 1 has no rules: it lists every part of every tensor."""
 NAME = re.compile(r"step_(\d{8,18})(?:-g\d{1,18}(?:\.\d{1,4})?)?")
 _HASH = re.compile(r"blake3-[0-9a-f]{64}")
-
-DTYPES: dict[str, tuple[str, int]] = {
-    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "int64": ("I64", 8), "int32": ("I32", 4),
-    "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "uint16": ("U16", 2), "uint32": ("U32", 4),
-    "uint64": ("U64", 8), "bool": ("BOOL", 1)}
-"""By torch's name of a dtype: its name in the safetensors format, and the bytes of one element."""
-
 
 def step_name(step: int, writer: str = "") -> str:
     """Return the name of the checkpoint of `step`: "step_00000100".
@@ -57,51 +59,6 @@ def step_of(name: str) -> int:
     if match is None:
         raise ValueError(f"{name!r} is not the name of a checkpoint")
     return int(match[1])
-
-
-@dataclass(frozen=True)
-class RankFile(Stamp):
-    """The file of one rank."""
-
-    rank: int = 0
-    head: int = 0
-    """Bytes of its header, see `safetensors_head`. 0: unknown, and all its parts are listed."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One box of a tensor and the position of its bytes, in row-major order."""
-
-    file: int
-    """Index into `CheckpointManifest.files`."""
-    start: int
-    """First byte in that file."""
-    offsets: tuple[int, ...]
-    """First index of the box in each dimension."""
-    sizes: tuple[int, ...]
-    """Shape of the box."""
-
-    @property
-    def box(self) -> Box:
-        """The box."""
-        return Box(self.offsets, self.sizes)
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of the state, whose parts follow from a rule or are listed."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...] = ()
-    """The parts, where there is no rule."""
-    shared: Sharding | None = None
-    """The rule."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
@@ -165,18 +122,12 @@ class CheckpointManifest:
     def _stored(self, tensor: TensorEntry) -> list[Any]:
         if tensor.shared is None:
             return [[[self.files[chunk.file].hash, chunk.start, chunk.offsets] for chunk in tensor.chunks]]
-        return [_cuts(tensor.shared), tensor.shared.first]
+        return [cuts_json(tensor.shared), tensor.shared.first]
 
     @cached_property
     def _index(self) -> dict[int, int]:
         """Index of the file of each rank."""
         return {file.rank: index for index, file in enumerate(self.files)}
-
-    @cached_property
-    def _ruled(self) -> list[tuple[str, TensorEntry, Sharding]]:
-        """Tensors with a rule, in the order of their parts in a file."""
-        ruled = [(name, entry, entry.shared) for name, entry in self.tensors.items() if entry.shared is not None]
-        return sorted(ruled, key=lambda item: file_order(item[0], item[1].itemsize))
 
     @cached_property
     def _known_starts(self) -> dict[int, dict[str, int]]:
@@ -189,11 +140,9 @@ class CheckpointManifest:
             return known
         file = self.files[index]
         starts, end = {}, file.head
-        for name, entry, shared in self._ruled:
-            box = shared.on(file.rank)
-            if box is not None:
-                starts[name] = end
-                end += box.elements * entry.itemsize
+        for name, box in own_parts(self.tensors, file.rank).items():
+            starts[name] = end
+            end += box.elements * self.tensors[name].itemsize
         if end != file.bytes:
             raise self._damaged(f"{file.key} has {file.bytes} bytes; its parts end at {end}")
         self._known_starts[index] = starts
@@ -209,30 +158,9 @@ class CheckpointManifest:
             "format": FORMAT, "step": self.step, "world_size": self.world_size, "time": self.time,
             "files": [{"key": file.key, "bytes": file.bytes, "hash": file.hash, "rank": file.rank, "head": file.head}
                       for file in self.files],
-            "tensors": {name: {"dtype": tensor.dtype, "shape": tensor.shape, **_placed(tensor)}
-                        for name, tensor in self.tensors.items()},
+            "tensors": {name: entry_json(tensor) for name, tensor in self.tensors.items()},
             "extra": self.extra, "generation": self.generation}
         return (json.dumps({**values, "manifest_hash": _self_hash(values)}, sort_keys=True) + "\n").encode()
-
-
-def file_order(name: str, itemsize: int) -> tuple[int, str]:
-    """Return the sort key of a tensor's part in a file: wide elements first, so that all are aligned, then the name.
-
-    Args:
-        name: path of the tensor.
-        itemsize: bytes of an element.
-    """
-    return -itemsize, name
-
-
-def _placed(tensor: TensorEntry) -> dict[str, Any]:
-    if tensor.shared is not None:
-        return {"cuts": _cuts(tensor.shared), "first": tensor.shared.first}
-    return {"chunks": [[chunk.file, chunk.start, chunk.offsets, chunk.sizes] for chunk in tensor.chunks]}
-
-
-def _cuts(shared: Sharding) -> list[list[int]]:
-    return [[cut.dimension, cut.pieces, cut.stride] for cut in shared.cuts]
 
 
 def _self_hash(values: dict[str, Any]) -> str:
@@ -285,49 +213,20 @@ def _build(values: dict[str, Any]) -> CheckpointManifest:
     for index, file in enumerate(values["files"]):
         if "/" in safe_key(file["key"]) or not _HASH.fullmatch(file["hash"]):
             raise ValueError(f"the file {file['key']!r} is outside its folder or has no hash")
-        files.append(RankFile(file["key"], _count(file["bytes"]), file["hash"], _count(file.get("rank", index)),
-                              _count(file.get("head", 0))))
+        files.append(RankFile(file["key"], count(file["bytes"]), file["hash"], count(file.get("rank", index)),
+                              count(file.get("head", 0))))
     if len({file.rank for file in files}) < len(files):
         raise ValueError("two files are of one rank")
-    tensors = {name: _tensor(name, entry, files) for name, entry in values["tensors"].items()}
+    tensors = {name: parse_entry(name, entry, files) for name, entry in values["tensors"].items()}
     if not isinstance(values["extra"], dict):
         raise ValueError("extra is not a JSON object")
-    world_size = _count(values["world_size"])
+    world_size = count(values["world_size"])
     ruled = [entry for entry in tensors.values() if entry.shared is not None]
     if any(entry.shared is not None and entry.shared.last >= world_size for entry in ruled):
         raise ValueError(f"a tensor is shared by more ranks than there are, {world_size}")
     parts = sum(math.prod(entry.shape) * entry.itemsize for entry in ruled)
     if ruled and parts + sum(file.head for file in files) != sum(file.bytes for file in files):
         raise ValueError("the tensors do not add up to the files")
-    return CheckpointManifest(step=_count(values["step"]), world_size=world_size, time=float(values["time"]),
+    return CheckpointManifest(step=count(values["step"]), world_size=world_size, time=float(values["time"]),
                               files=tuple(files), tensors=tensors, extra=values["extra"],
-                              generation=_count(values.get("generation", 0)))
-
-
-def _tensor(name: str, entry: dict[str, Any], files: list[RankFile]) -> TensorEntry:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
-    shape = tuple(map(_count, entry["shape"]))
-    if "cuts" in entry:
-        cuts = tuple(Cut(_count(dimension), _count(pieces), _count(stride)) for dimension, pieces, stride in
-                     entry["cuts"])
-        shared = Sharding(shape, cuts, _count(entry["first"]))
-        return TensorEntry(entry["dtype"], shape, shared=shared)
-    itemsize = DTYPES[entry["dtype"]][1]
-    chunks = []
-    for file, start, offsets, sizes in entry["chunks"]:
-        chunk = Chunk(_count(file), _count(start), tuple(map(_count, offsets)), tuple(map(_count, sizes)))
-        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-            offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape))
-        if not inside or chunk.start + math.prod(chunk.sizes) * itemsize > files[chunk.file].bytes:
-            raise ValueError(f"a part of {name} is outside the tensor or its file")
-        chunks.append(chunk)
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"the parts of {name} do not add up to it")
-    return TensorEntry(entry["dtype"], shape, tuple(chunks))
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is not a count")
-    return value
+                              generation=count(values.get("generation", 0)))

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
-from tidewheel.checkpoint.manifest import DTYPES
+from tidewheel.checkpoint.tensor_entry import DTYPES
 
 
 def part_name(tensor: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:

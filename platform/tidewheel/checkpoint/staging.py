@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tidewheel.checkpoint.manifest import DTYPES
+from tidewheel.checkpoint.tensor_entry import DTYPES
 from tidewheel.errors import CheckpointError
 
 

@@ -162,6 +162,7 @@ class TieredCheckpoints:
         """
         self._saved.wait()
         peers = self._saved.peers
+        self._tier.rules = self._saved.rules(state)
         for candidate in peers.from_first(self._candidates):
             try:
                 extra = load(candidate, state, process_group=peers.group, own_agent=self._placement.agents[self._rank])

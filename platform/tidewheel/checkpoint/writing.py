@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tidewheel.checkpoint.agreement import Agreement
-from tidewheel.checkpoint.manifest import CheckpointManifest, RankFile, TensorEntry, file_order
+from tidewheel.checkpoint.manifest import CheckpointManifest
 from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
-from tidewheel.checkpoint.sharding import Box
 from tidewheel.checkpoint.staging import dtype_name
+from tidewheel.checkpoint.tensor_entry import RankFile, TensorEntry, own_parts
 from tidewheel.storage import Stamp, Store
 
 Persist = Callable[[Callable[[], Any]], Any]
@@ -70,17 +70,6 @@ def _write(store: Store, name: str, rank: int, entries: Mapping[str, TensorEntry
     key = f"rank_{rank:05d}-{attempt}.safetensors"
     stamp: Stamp = persist(lambda: _stream(store, f"{name}/{key}", head, tensors))
     return RankFile(key, stamp.bytes, stamp.hash, rank, len(head))
-
-
-def own_parts(entries: Mapping[str, TensorEntry], rank: int) -> dict[str, Box]:
-    """Return the parts that a rank writes, by path, in the order of its file."""
-    parts = {}
-    for path, entry in sorted(entries.items(), key=lambda item: file_order(item[0], item[1].itemsize)):
-        assert entry.shared is not None
-        box = entry.shared.on(rank)
-        if box is not None:
-            parts[path] = box
-    return parts
 
 
 def _stream(store: Store, key: str, head: bytes, tensors: list[torch.Tensor]) -> Stamp:

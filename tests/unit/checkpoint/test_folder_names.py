@@ -6,7 +6,8 @@ import pytest
 
 from tidewheel.checkpoint import commit
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish, writer_of
-from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, RankFile
+from tidewheel.checkpoint.manifest import KEY, CheckpointManifest
+from tidewheel.checkpoint.tensor_entry import RankFile
 from tidewheel.commit_log import CommitLog
 from tidewheel.errors import CheckpointError, OwnershipError
 from tidewheel.lease import Holder

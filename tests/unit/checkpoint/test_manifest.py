@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
-from tidewheel.checkpoint.manifest import (
-    CheckpointManifest,
-    Chunk,
-    RankFile,
-    TensorEntry,
-    _self_hash,
-    parse_manifest,
-)
+from tidewheel.checkpoint.manifest import CheckpointManifest, _self_hash, parse_manifest
 from tidewheel.checkpoint.sharding import Box, Cut, Sharding
+from tidewheel.checkpoint.tensor_entry import Chunk, RankFile, TensorEntry
 from tidewheel.errors import CheckpointError
 
 LISTED = CheckpointManifest(

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tidewheel.checkpoint.manifest import DTYPES
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
+from tidewheel.checkpoint.tensor_entry import DTYPES
 
 PARTS = [("a", "float32", (2, 3)), ("b@4,0", "bfloat16", (1, 5)), ("scalar", "int64", ()), ("none", "uint8", (0, 2)),
          ("ü", "float16", (7,))]

@@ -18,6 +18,7 @@ from tidewheel.checkpoint.memory_tier.protocol import IDLE_SECONDS, Address, Con
 from tidewheel.checkpoint.memory_tier.slots import EXTRA_BYTES, HEADER_BYTES, SLOTS_PER_WORKER, Content, Slot
 from tidewheel.checkpoint.memory_tier.table import Piece, lay_out
 from tidewheel.checkpoint.staging import Snapshot, dtype_name, flatten, local
+from tidewheel.checkpoint.tensor_entry import TensorEntry
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 BACKGROUND_BYTES = 4 << 20
@@ -67,6 +68,9 @@ class MemoryTier:
         self._lost = self._replica_lost = False
         self._copier = ThreadPoolExecutor(1, "memory-tier")
         self._copying: Future[None] | None = None
+        self.rules: Mapping[str, TensorEntry] = {}
+        """By which all ranks share the tensors, by name (see `Agreement`), once they have agreed. A reader then asks
+        only the ranks that have what it needs."""
         self.last: dict[str, Any] = {}
         """Figures of the newest snapshot: "step", "copy_seconds", "wait_seconds" (training waited for the previous
         snapshot's replica), "setup_seconds" (training waited for the slot) and "stall_seconds" (training waited for
@@ -200,7 +204,7 @@ class MemoryTier:
         if self._connection is None:
             self._connection = connect(self.mine, self._token)
         pieces = pieces_of(flat)
-        self._table, self._placed, self._extra_start = lay_out(list(pieces.values()))
+        self._table, self._placed, self._extra_start = lay_out(list(pieces.values()), self._known(pieces))
         self._extra_capacity, self._turn = extra_capacity, 0
         everyone = sorted({*self.agents.values(), *self.replicas})
         self._connection.ask({"op": "open", "capacity": self._extra_start + extra_capacity, "replicas": self.replicas,
@@ -210,6 +214,14 @@ class MemoryTier:
         self._layout = _layout({name: local(tensor) for name, tensor in flat.items()})
         self._names = [name for name in flat if name in pieces]
         self._take_slot(0)
+
+    def _known(self, pieces: Mapping[str, Piece]) -> Mapping[str, TensorEntry]:
+        """Return the rules if they are those of these pieces; nothing otherwise."""
+        for piece in pieces.values():
+            rule = self.rules.get(piece.name)
+            if rule is None or (rule.dtype, rule.shape) != (piece.dtype, piece.shape):
+                return {}
+        return self.rules
 
     def _take_slot(self, index: int) -> None:
         """Map a slot when it is first used; the agent allocates one after the other."""

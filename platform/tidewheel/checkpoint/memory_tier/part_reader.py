@@ -16,6 +16,7 @@ from tidewheel.checkpoint.memory_tier.inventory import ASK_SECONDS, Copy
 from tidewheel.checkpoint.memory_tier.protocol import Address, Connection, connect
 from tidewheel.checkpoint.memory_tier.slots import Slot, block_of, block_range, hash_blocks
 from tidewheel.checkpoint.memory_tier.table import Piece, parse
+from tidewheel.checkpoint.tensor_entry import TensorEntry
 from tidewheel.errors import CheckpointError
 
 READ_SECONDS = 5.0
@@ -37,6 +38,8 @@ class PartReader:
         self._copies, self._token, self._mine = list(copies), token, own_agent
         self.near = copies[0].agent == own_agent
         self.pieces: list[Piece] = []
+        self.rules: dict[str, TensorEntry] = {}
+        """Of the tensors of all ranks, by name; empty: not known."""
         self.extra: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Connection]] = {}
@@ -44,7 +47,7 @@ class PartReader:
         self._buffers = threading.local()
 
     def describe(self) -> None:
-        """Fill in `pieces` and `extra`.
+        """Fill in `pieces`, `rules` and `extra`.
 
         Raises:
             CheckpointError: they are damaged or gone in all copies.
@@ -76,7 +79,8 @@ class PartReader:
         if (xxhash.xxh3_64_intdigest(table), xxhash.xxh3_64_intdigest(extra)) != (
                 answer["table_hash"], answer["extra_hash"]):
             raise ValueError("its table is damaged")
-        self.extra, self.pieces = json.loads(extra), parse(table, answer["extra_start"])
+        self.extra = json.loads(extra)
+        self.pieces, self.rules = parse(table, answer["extra_start"])
 
     def _read(self, copy: Copy, start: int, end: int) -> memoryview:
         near = copy.agent == self._mine

@@ -26,6 +26,7 @@ from tidewheel.checkpoint.memory_tier.slots import BLOCK_BYTES
 from tidewheel.checkpoint.memory_tier.table import Piece
 from tidewheel.checkpoint.sharding import Box
 from tidewheel.checkpoint.staging import dtype_name, flatten, local
+from tidewheel.checkpoint.tensor_entry import TensorEntry
 from tidewheel.errors import CheckpointError
 
 __all__ = ["Inventory", "Recoverable", "candidates", "inventory", "load", "newest_complete"]
@@ -51,28 +52,37 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
         CheckpointError: a part is damaged or gone in all copies, or the state does not fit. The tensors may have been
             changed.
     """
-    problem: CheckpointError | None = None
-    extra: dict[str, Any] = {}
+    alone = process_group is None
+    outcome: dict[str, Any] | CheckpointError | None
     try:
-        extra = _load(recoverable, state, own_agent)
+        outcome = _load(recoverable, state, own_agent, wants_extra=alone or dist.get_rank(process_group) == 0)
     except CheckpointError as error:
-        problem = error
-    if process_group is not None:
-        problems: list[CheckpointError | None] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(problems, problem, group=process_group)
-        problem = problem or next((other for other in problems if other is not None), None)
-    if problem is not None:
-        raise problem
-    return extra
+        outcome = error
+    outcomes = [outcome]
+    if not alone:
+        outcomes *= dist.get_world_size(process_group)
+        dist.all_gather_object(outcomes, outcome, group=process_group)
+    for other in outcomes:
+        if isinstance(other, CheckpointError):
+            raise other
+    assert isinstance(outcomes[0], dict)
+    return outcomes[0]
 
 
-def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | None) -> dict[str, Any]:
+def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | None, *,
+          wants_extra: bool) -> dict[str, Any] | None:
+    """Fill the tensors; return the `extra` of the first rank, if it is wanted."""
     flat = flatten(state)
     where = f"memory tier, step {recoverable.step}"
     parts = [PartReader(_near(copies, own_agent), recoverable.run_token, own_agent) for copies in recoverable.copies]
     with ThreadPoolExecutor(READERS, thread_name_prefix="memory tier") as pool:
         try:
-            list(pool.map(PartReader.describe, parts))
+            first = [part for part in parts if part.near] or parts[:1]
+            list(pool.map(PartReader.describe, first))
+            others = _needed(flat, parts, first, where)
+            if wants_extra and parts[0] not in first:
+                others.add(0)
+            list(pool.map(PartReader.describe, [parts[rank] for rank in sorted(others)]))
             requests = _requests(flat, parts, where)
             work = [(parts[rank], window) for rank, wanted in requests.items()
                     for window in windows(wanted, BLOCK_BYTES)]
@@ -80,7 +90,27 @@ def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | 
         finally:
             for part in parts:
                 part.close()
-    return parts[0].extra
+    return parts[0].extra if wants_extra else None
+
+
+def _needed(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader], described: Sequence[PartReader],
+            where: str) -> set[int]:
+    """Return the ranks whose parts have what no described part has: all others, unless the rules are known."""
+    rules = described[0].rules
+    if not rules:
+        return {rank for rank, part in enumerate(parts) if part not in described}
+    held = {(piece.name, piece.offsets) for part in described for piece in part.pieces}
+    ranks = set()
+    for name, tensor in flat.items():
+        rule = rules.get(name)
+        if rule is None or rule.shared is None:
+            continue  # `_requests` refuses it
+        if rule.shared.last >= len(parts):
+            raise CheckpointError(f"{name} is shared by more ranks than there are", where=where, fix=FALLBACK)
+        for rank, box in rule.shared.within(own_box(tensor)):
+            if (name, box.offsets) not in held:
+                ranks.add(rank)
+    return ranks
 
 
 def _near(copies: Sequence[Copy], own_agent: Address | None) -> list[Copy]:
@@ -90,31 +120,34 @@ def _near(copies: Sequence[Copy], own_agent: Address | None) -> list[Copy]:
 def _requests(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader], where: str) -> dict[int, list[Request]]:
     """Return what this rank reads of each part; of equal boxes, the nearest."""
     boxes: dict[str, dict[tuple[int, ...], tuple[int, Piece]]] = defaultdict(dict)
+    rules: dict[str, TensorEntry] = {}
     for rank in sorted(range(len(parts)), key=lambda rank: not parts[rank].near):
+        rules = rules or parts[rank].rules
         for piece in parts[rank].pieces:
             boxes[piece.name].setdefault(piece.offsets, (rank, piece))
     requests: dict[int, list[Request]] = defaultdict(list)
     for name, tensor in flat.items():
         pieces = list(boxes.get(name, {}).values())
-        _check(name, tensor, [piece for _, piece in pieces], where)
-        own = own_box(tensor)
+        _check(name, tensor, rules.get(name) or next((piece for _, piece in pieces), None), where)
+        own, found = own_box(tensor), 0
         for rank, piece in pieces:
             request = Request.of(local(tensor), own, Box(piece.offsets, piece.sizes), getattr(torch, piece.dtype),
                                  piece.start)
             if request is not None:
                 requests[rank].append(request)
+                found += request.common.elements
+        if found != own.elements:
+            raise CheckpointError(f"the parts of {name} do not add up to it", where=where, fix=FALLBACK)
     return requests
 
 
-def _check(name: str, tensor: torch.Tensor, pieces: Sequence[Piece], where: str) -> None:
-    if not pieces:
+def _check(name: str, tensor: torch.Tensor, stored: TensorEntry | Piece | None, where: str) -> None:
+    if stored is None:
         raise CheckpointError(f"{name} is not in the snapshot", where=where, fix=FALLBACK)
     dtype = dtype_name(tensor)
-    if pieces[0].dtype != dtype or pieces[0].shape != tuple(tensor.shape):
-        raise CheckpointError(f"{name} is {pieces[0].dtype} {list(pieces[0].shape)} in the snapshot, "
+    if stored.dtype != dtype or stored.shape != tuple(tensor.shape):
+        raise CheckpointError(f"{name} is {stored.dtype} {list(stored.shape)} in the snapshot, "
                               f"{dtype} {list(tensor.shape)} in the run", where=where, fix=FALLBACK)
-    if sum(piece.bytes for piece in pieces) != tensor.numel() * tensor.element_size():
-        raise CheckpointError(f"the parts of {name} do not add up to it", where=where, fix=FALLBACK)
 
 
 def _fill(part: PartReader, window: Sequence[Request]) -> None:

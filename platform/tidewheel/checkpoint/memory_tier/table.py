@@ -1,14 +1,17 @@
-"""The table of tensors in a slot: each tensor of one worker's part of the state, and its position in the slot."""
+"""The table of a slot: each tensor of one worker's part of the state with its position, and the rules of all tensors.
+
+From the rules, a reader knows which worker has what, and asks no other for its table.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tidewheel.checkpoint.manifest import DTYPES
 from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES
+from tidewheel.checkpoint.tensor_entry import DTYPES, TensorEntry, entry_json, parse_entry
 
 ALIGNMENT = 64
 
@@ -40,8 +43,12 @@ class Piece:
         return math.prod(self.sizes) * self.itemsize
 
 
-def lay_out(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece], int]:
+def lay_out(pieces: Sequence[Piece], rules: Mapping[str, TensorEntry]) -> tuple[bytes, list[Piece], int]:
     """Lay out the pieces behind the table.
+
+    Args:
+        pieces: of this worker.
+        rules: of the tensors of all workers, by name; empty: not known.
 
     Returns:
         the table as JSON; the pieces with their `start`; the byte at which the last one ends.
@@ -55,7 +62,8 @@ def lay_out(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece], int]:
     # starts in the table are relative to the first tensor, whose position depends on the table's own length
     rows = [[piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, start]
             for piece, start in zip(pieces, relative)]
-    text = json.dumps(rows, separators=(",", ":")).encode()
+    shared = {name: entry_json(entry) for name, entry in rules.items()}
+    text = json.dumps({"pieces": rows, "rules": shared}, separators=(",", ":")).encode()
     first = tensors_start(len(text))
     placed = [Piece(piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, first + start)
               for piece, start in zip(pieces, relative)]
@@ -68,8 +76,8 @@ def tensors_start(table_bytes: int) -> int:
     return end + -end % ALIGNMENT
 
 
-def parse(text: bytes, end: int) -> list[Piece]:
-    """Return the pieces of a table, having checked every field.
+def parse(text: bytes, end: int) -> tuple[list[Piece], dict[str, TensorEntry]]:
+    """Return the pieces and the rules of a table, having checked every field.
 
     Args:
         text: the table as JSON.
@@ -81,16 +89,18 @@ def parse(text: bytes, end: int) -> list[Piece]:
     first = tensors_start(len(text))
     pieces = []
     try:
-        for name, dtype, shape, offsets, sizes, start in json.loads(text):
+        table = json.loads(text)
+        for name, dtype, shape, offsets, sizes, start in table["pieces"]:
             piece = Piece(str(name), dtype, _counts(shape), _counts(offsets), _counts(sizes), first + _count(start))
             inside = dtype in DTYPES and len(shape) == len(offsets) == len(sizes) and all(
                 offset + size <= whole for offset, size, whole in zip(piece.offsets, piece.sizes, piece.shape))
             if not inside or piece.start + piece.bytes > end:
                 raise ValueError(f"a part of {name} lies outside the tensor or its slot")
             pieces.append(piece)
-    except (TypeError, LookupError) as error:
+        rules = {name: parse_entry(name, entry) for name, entry in table["rules"].items()}
+    except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"not a table of tensors: {error}") from None
-    return pieces
+    return pieces, rules
 
 
 def _counts(values: Sequence[int]) -> tuple[int, ...]:

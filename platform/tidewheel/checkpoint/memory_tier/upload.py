@@ -6,14 +6,17 @@ The files and the manifest are the same as `CheckpointManager` writes. This modu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
-from tidewheel.checkpoint.manifest import CheckpointManifest, Chunk, RankFile, TensorEntry
+from tidewheel.checkpoint.manifest import CheckpointManifest
 from tidewheel.checkpoint.memory_tier.inventory import Recoverable
 from tidewheel.checkpoint.memory_tier.part_reader import PartReader
 from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.checkpoint.memory_tier.table import Piece
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
+from tidewheel.checkpoint.sharding import Box
+from tidewheel.checkpoint.tensor_entry import Chunk, RankFile, TensorEntry, file_order, own_parts
 from tidewheel.commit_log import CommitLog
 from tidewheel.storage import CHUNK_BYTES, Store
 
@@ -51,27 +54,50 @@ def _upload(recoverable: Recoverable, store: Store, parts: Sequence[PartReader],
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for rank, part in enumerate(parts):
         part.describe()
-        own = [piece for piece in part.pieces if (piece.name, piece.offsets) not in seen]  # of equal pieces, the first
-        seen.update((piece.name, piece.offsets) for piece in own)
-        if not own:
-            continue
-        own.sort(key=lambda piece: (-piece.itemsize, piece.name, piece.offsets))
-        header, starts = safetensors_head(
-            (part_name(piece.name, piece.shape, piece.offsets, piece.sizes), piece.dtype, piece.sizes) for piece in own)
-        key = f"rank_{rank:05d}-{attempt}.safetensors"
-        with store.writer(f"{name}/{key}") as sink:
-            sink.write(header)
-            for piece in own:
-                for start in range(piece.start, piece.start + piece.bytes, CHUNK_BYTES):
-                    sink.write(part.read(start, min(start + CHUNK_BYTES, piece.start + piece.bytes)))
-        for piece, start in zip(own, starts):
-            chunks = entries[piece.name].chunks if piece.name in entries else ()
-            entries[piece.name] = TensorEntry(piece.dtype, piece.shape, (
-                *chunks, Chunk(len(files), start, piece.offsets, piece.sizes)))
-        files.append(RankFile(key, sink.stamp.bytes, sink.stamp.hash, rank, len(header)))
+        own = sorted(_own(part, rank, seen), key=lambda piece: (file_order(piece.name, piece.itemsize), piece.offsets))
+        if own:
+            file, starts = _write(store, name, part, own, rank, attempt)
+            _enter(entries, part.rules, own, starts, len(files))
+            files.append(file)
         part.close()
     manifest = CheckpointManifest(recoverable.step, recoverable.world_size, time.time(), tuple(files), entries,
                                   parts[0].extra, recoverable.generation)
     before_commit()
     publish(store, name, manifest, owned=CommitLog(store).head() is not None)
     return manifest
+
+
+def _own(part: PartReader, rank: int, seen: set[tuple[str, tuple[int, ...]]]) -> list[Piece]:
+    """Return the pieces of a part that go to its file: those of the rules, or of equal pieces the first."""
+    if part.rules:
+        parts = own_parts(part.rules, rank)
+        return [piece for piece in part.pieces if parts.get(piece.name) == Box(piece.offsets, piece.sizes)]
+    own = [piece for piece in part.pieces if (piece.name, piece.offsets) not in seen]
+    seen.update((piece.name, piece.offsets) for piece in own)
+    return own
+
+
+def _write(store: Store, name: str, part: PartReader, own: Sequence[Piece], rank: int, attempt: str
+           ) -> tuple[RankFile, list[int]]:
+    """Write a file, and return it with the first byte of each piece."""
+    header, starts = safetensors_head(
+        (part_name(piece.name, piece.shape, piece.offsets, piece.sizes), piece.dtype, piece.sizes) for piece in own)
+    key = f"rank_{rank:05d}-{attempt}.safetensors"
+    with store.writer(f"{name}/{key}") as sink:
+        sink.write(header)
+        for piece in own:
+            for start in range(piece.start, piece.start + piece.bytes, CHUNK_BYTES):
+                sink.write(part.read(start, min(start + CHUNK_BYTES, piece.start + piece.bytes)))
+    return RankFile(key, sink.stamp.bytes, sink.stamp.hash, rank, len(header)), starts
+
+
+def _enter(entries: dict[str, TensorEntry], rules: Mapping[str, TensorEntry], own: Sequence[Piece],
+           starts: Sequence[int], file: int) -> None:
+    """Add a file's pieces to the entries of the manifest: the rules of all tensors, or each piece."""
+    if rules:
+        entries.update(rules)
+        return
+    for piece, start in zip(own, starts):
+        chunks = entries[piece.name].chunks if piece.name in entries else ()
+        entries[piece.name] = TensorEntry(piece.dtype, piece.shape, (
+            *chunks, Chunk(file, start, piece.offsets, piece.sizes)))

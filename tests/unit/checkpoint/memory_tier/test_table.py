@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.checkpoint.manifest import DTYPES
 from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES
 from tidewheel.checkpoint.memory_tier.table import ALIGNMENT, Piece, lay_out, parse, tensors_start
+from tidewheel.checkpoint.tensor_entry import DTYPES
 
 PIECES = [Piece("model/a", "bfloat16", (4, 6), (2, 0), (2, 6)), Piece("step", "int64", (), (), ()),
           Piece("model/empty", "float32", (0, 3), (0, 0), (0, 3)), Piece("optimizer/b", "float32", (7,), (3,), (4,))]
@@ -27,8 +27,8 @@ def piece(draw: st.DrawFn) -> Piece:
 
 @given(st.lists(piece(), max_size=6))
 def test_pieces_are_aligned_do_not_overlap_and_are_read_back(pieces: list[Piece]):
-    text, placed, end = lay_out(pieces)
-    assert parse(text, end) == placed
+    text, placed, end = lay_out(pieces, {})
+    assert parse(text, end) == (placed, {})
     free_from = HEADER_BYTES + len(text)
     for given_piece, one in zip(pieces, placed, strict=True):
         assert one.start % ALIGNMENT == 0
@@ -39,8 +39,8 @@ def test_pieces_are_aligned_do_not_overlap_and_are_read_back(pieces: list[Piece]
 
 
 def damaged(row: int, field: int, value: Any) -> bytes:
-    rows = json.loads(lay_out(PIECES)[0])
-    rows[row][field] = value
+    rows = json.loads(lay_out(PIECES, {})[0])
+    rows["pieces"][row][field] = value
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
@@ -49,7 +49,7 @@ def damaged(row: int, field: int, value: Any) -> bytes:
     (0, 4, [True, 6]), (0, 5, -64), (0, 5, 1 << 62), (3, 5, 1 << 20), (0, 4, 12), (0, 1, ["bfloat16"])])
 def test_a_damaged_field_is_refused(row: int, field: int, value: Any):
     with pytest.raises(ValueError, match=r"count|outside|not a table"):
-        parse(damaged(row, field, value), lay_out(PIECES)[2] + 1024)
+        parse(damaged(row, field, value), lay_out(PIECES, {})[2] + 1024)
 
 
 @pytest.mark.parametrize("text", [b"", b"{}x", b"[1]", b"[[1, 2]]", b"\xff", b"7"])

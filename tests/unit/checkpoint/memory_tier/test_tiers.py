@@ -16,6 +16,7 @@ from tests.unit.train.helpers import Replaced, Script, config, write_shards
 from tidewheel import jsonlog, storage
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.part_reader import PartReader
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
 from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
@@ -47,6 +48,7 @@ def keep(folder: Path, addresses: list[Address], steps: range, generation: int) 
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     both = tiers(folder, addresses, rank, size, generation, Events())
+    assert both.load_latest(state(999, mesh)) is None  # as a run does first; the ranks agree on the rules
     for step in steps:
         values = state(step, mesh)
         if step == steps[0]:
@@ -96,6 +98,23 @@ def test_the_newest_intact_step_whoever_kept_it(tmp_path, agents):
     assert equal(values, state(2))
 
 
+def take_alike(folder: Path, addresses: list[Address], step: int) -> None:
+    """Load in the layout that kept the step, and count the parts whose tables this rank asks for."""
+    asked = []
+    describe = PartReader.describe
+    PartReader.describe = lambda part: (asked.append(part), describe(part))[1]  # type: ignore[assignment, misc, method-assign]
+    take(folder, addresses, step, "memory", 0)
+    # the part of this rank and the copy beside it are on its node; the first rank needs the position, too
+    assert len(asked) <= 2 + (dist.get_rank() == 0)
+
+
+def test_a_rank_asks_only_those_that_have_what_it_needs(tmp_path, agents):
+    agents += [Agent("127.0.0.1", TOKEN, "tiers") for _ in range(2)]
+    addresses = [agent.address for agent in agents]
+    on_ranks(4, keep, tmp_path, addresses, range(2, 4), 0)
+    on_ranks(4, take_alike, tmp_path, addresses, 3)
+
+
 def test_storage_that_is_newer_is_taken(tmp_path, agents):
     both = tiers(tmp_path, [agents[0].address], 0, 1, 0, Events())
     both.keep(3, state(3), {"step": 3})
@@ -112,18 +131,21 @@ def test_storage_that_is_newer_is_taken(tmp_path, agents):
     both.close()
 
 
-def keep_newest(folder: Path, addresses: list[Address]) -> None:
+def keep_newest(folder: Path, addresses: list[Address], agree: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     both = tiers(folder, addresses, rank, size, 0, Events())
+    if agree:
+        assert both.load_latest(state(999, init_device_mesh("cpu", (size,)))) is None
     for step in (4, 5):
         both.keep(step, state(step, init_device_mesh("cpu", (size,))), {"step": step, "text": "kept"})
 
 
-def test_agents_upload_what_a_lost_run_has_left(tmp_path):
+@pytest.mark.parametrize("agree", [True, False], ids=["with rules", "without"])
+def test_agents_upload_what_a_lost_run_has_left(tmp_path, agree):
     """Two ranks end without a save; of their agents one, and only one, writes a checkpoint like any other."""
     both = [Agent("127.0.0.1", TOKEN, "tiers", upload_seconds=1.0) for _ in range(2)]
     folder = tmp_path / "run" / "checkpoints"
-    on_ranks(2, keep_newest, folder, [agent.address for agent in both])
+    on_ranks(2, keep_newest, folder, [agent.address for agent in both], agree)
     until = time.monotonic() + 120
     while not (checkpoints := list_checkpoints(store(folder))) or not checkpoints[-1].complete:
         assert time.monotonic() < until
@@ -139,6 +161,7 @@ def test_agents_upload_what_a_lost_run_has_left(tmp_path):
     assert equal(values, state(5))
     manifest = read_manifest(store(folder), "step_00000005")
     assert len(list(manifest.chunks("optimizer/half"))) == 1  # a replica: written once
+    assert all((entry.shared is not None) == agree for entry in manifest.tensors.values())
     with safe_open(folder / "step_00000005" / manifest.files[1].key, "pt") as file:
         assert torch.equal(file.get_tensor("model/wide@2,0,0"), state(5)["model"]["wide"][2:])
     lines = jsonlog.read(store(tmp_path / "run"), "events.jsonl")
