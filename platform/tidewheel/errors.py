@@ -101,7 +101,7 @@ def root_cause(error: BaseException) -> BaseException:
 def related(error: BaseException) -> Iterator[BaseException]:
     """Yield `error` and every error that it keeps alive.
 
-    These are causes, contexts, members of exception groups, and errors wrapped by Ray or torch.distributed.checkpoint.
+    These are causes, contexts, members of exception groups, and errors wrapped by Ray.
     """
     pending: list[BaseException] = [error]
     visited: set[int] = set()
@@ -113,9 +113,6 @@ def related(error: BaseException) -> Iterator[BaseException]:
         yield current
         held = [current.__cause__, current.__context__, getattr(current, "cause", None)]
         held += getattr(current, "exceptions", ())  # members of an exception group
-        failures = getattr(current, "failures", None)  # torch's CheckpointException: errors by rank
-        if isinstance(failures, dict):
-            held += [part for failure in failures.values() if isinstance(failure, tuple) for part in failure]
         pending += [other for other in held if isinstance(other, BaseException)]
 
 

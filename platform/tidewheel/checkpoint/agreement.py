@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tidewheel.checkpoint.peers import Peers, RankError
+from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.sharding import Box, Cut, Sharding
 from tidewheel.checkpoint.staging import dtype_name, local
 from tidewheel.checkpoint.tensor_entry import DTYPES, TensorEntry
@@ -61,8 +61,8 @@ class Agreement:
             flat: this rank's tensors by path, see `staging.flatten`.
 
         Raises:
-            CheckpointError: two ranks have different tensors of one name.
-            RankError: a rank has a tensor that is placed in a way that has no rule; raised on all ranks.
+            CheckpointError: two ranks have different tensors of one name, or a rank has a tensor that is placed in a
+                way that has no rule; raised on all ranks.
         """
         table: Table = ()
         own: str | CheckpointError
@@ -74,7 +74,7 @@ class Agreement:
         digests = []
         for rank, answer in enumerate(peers.all(own)):
             if isinstance(answer, CheckpointError):
-                raise RankError(rank, answer)
+                raise CheckpointError(f"rank {rank}: {answer.what}", where=answer.where, fix=answer.fix)
             digests.append(answer)
         if digests != self._digests:
             members: dict[str, list[int]] = defaultdict(list)

@@ -255,7 +255,7 @@ class CheckpointManager:
         """Return the rule by which the ranks share each tensor of a state; all ranks call this together.
 
         Raises:
-            CheckpointError, RankError: see `Agreement.rules`.
+            CheckpointError: see `Agreement.rules`.
         """
         return self._agreement.rules(self.peers, flatten(state))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit.train.helpers import config, write_shards
+from tidewheel.checkpoint.peers import RankError
 from tidewheel.elastic import member as member_module
 from tidewheel.elastic import warm, worker
 from tidewheel.elastic.coordinator import Coordinator
@@ -48,7 +48,7 @@ def wrapped(error: BaseException, wrapping: str) -> BaseException:
                 raise HangError("rank 1 does not answer") from None
         if wrapping == "group":
             raise BaseExceptionGroup("several", [error])
-        raise CheckpointException("ranks failed", {0: (error, [])})  # type: ignore[dict-item]
+        raise RankError(0, error) from error
     except BaseException as outer:
         return outer
 
