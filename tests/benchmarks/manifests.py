@@ -127,8 +127,9 @@ def measure(tensors: dict[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, 
     text, writing = timed(manifest.to_json)
     again, reading = timed(lambda: parse_manifest(text, "step_00000100", "here"))
     wrong, planning = timed(lambda: read_plan(again, max(1, ranks * 3 // 4)))
-    row = {"ranks": ranks, "manifest, MB": len(text) / 1e6, "rules, ms": 1e3 * agreeing, "write, ms": 1e3 * writing,
-           "read, ms": 1e3 * reading, "plan of a rank, ms": 1e3 * planning}
+    row = {"ranks": ranks, "manifest, MB": round(len(text) / 1e6, 2), "rules, ms": milliseconds(agreeing),
+           "write, ms": milliseconds(writing), "read, ms": milliseconds(reading),
+           "plan of a rank, ms": milliseconds(planning)}
     problems = [f"{ranks} ranks: a rank's plan is {wrong} bytes off"] * (wrong > 0)
     problems += [f"{ranks} ranks: reading takes {reading:.2f} s"] * (reading > MOST_SECONDS)
     return row, listed_row(manifest, tensors, ranks) if ranks <= MOST_LISTED else {}, problems
@@ -140,8 +141,14 @@ def listed_row(manifest: CheckpointManifest, tensors: dict[str, tuple[int, ...]]
     again, reading = timed(lambda: parse_manifest(text, "step_00000100", "here"))
     parts = sum(len(entry.chunks) for entry in again.tensors.values())
     planning, received = torch_plan(tensors, ranks)
-    return {"ranks": ranks, "parts": parts, "list, MB": len(text) / 1e6, "write, ms": 1e3 * writing,
-            "read, ms": 1e3 * reading, "torch's plan, ms": 1e3 * planning, "torch's plans, MB": received / 1e6}
+    return {"ranks": ranks, "parts": parts, "list, MB": round(len(text) / 1e6, 2), "write, ms": milliseconds(writing),
+            "read, ms": milliseconds(reading), "torch's plan, ms": milliseconds(planning),
+            "torch's plans, MB": round(received / 1e6, 2)}
+
+
+def milliseconds(seconds: float) -> float:
+    """Return milliseconds, as the tables show them."""
+    return round(1e3 * seconds, 1)
 
 
 def main() -> int:
