@@ -97,9 +97,9 @@ class Counting(CheckpointManager):
         super().__init__(*arguments, **options)
         self.read: list[str] = []
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+    def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         self.read.append(uri)
-        return super().load_from(uri, state)
+        return super().load_from(uri, state, head)
 
 
 def test_a_process_reads_its_base_once(folder: Path):

@@ -19,6 +19,7 @@ from tidewheel.models.adapting.names import by_module, weight_name
 from tidewheel.models.adapting.nf4 import Nf4Linear
 from tidewheel.models.blocks.embedding import Embedding
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.family import Model
 from tidewheel.parts import name_of
 
 Values = Mapping[str, torch.Tensor]
@@ -43,17 +44,43 @@ def add(model: Decoder, adapter: Adapter, values: Values) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, Nf4Linear) and name in weights:
             layer.fill(weights[name])
+    with torch.no_grad():
+        for name, parameter in _parameters(model, values, "adapter").items():
+            parameter.copy_(values[name])
+
+
+def check_values(config: Model, vocabulary_size: int, adapter: Adapter, values: Values, where: str) -> None:
+    """Check that a trained adapter fits a model.
+
+    Args:
+        config: of the model.
+        vocabulary_size: rows of its embedding.
+        adapter: the settings.
+        values: the parameters.
+        where: location for messages.
+
+    Raises:
+        ConfigError: the values are of other settings or another model.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, vocabulary_size)
+    check(model, adapter)
+    attach(model, adapter)
+    _parameters(model, values, where)
+
+
+def _parameters(model: Decoder, values: Values, where: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model's adapter, for which there are values of the same shapes."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if MARK in name}
     if parameters.keys() != values.keys():
         odd = sorted(parameters.keys() ^ values.keys())
         raise ConfigError(f"{len(odd)} parameters belong only to the adapter's settings or only to its values, such as "
-                          f"{odd[0]}", where="adapter", fix="give the settings that the values were trained with")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != values[name].shape:
-                raise ConfigError(f"{name} is {list(values[name].shape)}, but {list(parameter.shape)} in this model",
-                                  where="adapter", fix="give the base and the ranks that it was trained with")
-            parameter.copy_(values[name])
+                          f"{odd[0]}", where=where, fix="give the settings that the values were trained with")
+    for name, parameter in parameters.items():
+        if parameter.shape != values[name].shape:
+            raise ConfigError(f"{name} is {list(values[name].shape)}, but {list(parameter.shape)} in this model",
+                              where=where, fix="give the base and the ranks that it was trained with")
+    return parameters
 
 
 @torch.no_grad()
