@@ -69,9 +69,9 @@ class Lora(Adapter):
         return self
 
     def build(self, name: str, module: nn.Module) -> nn.Module:
-        from tidewheel.models.adapting.low_rank import LowRank
+        from tidewheel.models.adapting.low_rank import Directed, LowRank
 
-        return LowRank.of(module, *self.size(name), pissa=self.start == "pissa")
+        return (Directed if self.DIRECTED else LowRank)(self, name, module)
 
     def size(self, name: str) -> tuple[int, float]:
         """Return the rank and the scale of the module `name`."""
@@ -79,8 +79,10 @@ class Lora(Adapter):
         alpha = first_match(self.alphas, name, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        return self.size(name)[0] * (inputs + outputs)
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        rank, _ = self.size(name)
+        a, b = (rank, inputs), (outputs, rank)
+        return {"a": a, "b": b, "a0": a, "b0": b} if self.start == "pissa" else {"a": a, "b": b}
 
     def distribution(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         # the variance of peft's Kaiming-uniform A, 1 / (3 inputs)

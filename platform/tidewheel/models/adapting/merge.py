@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.adapter import MARK, Adapter
+from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting import nf4
-from tidewheel.models.adapting.attach import adapted, attach, check, detach, put
+from tidewheel.models.adapting.attach import adapted, build, check, put
 from tidewheel.models.adapting.experts import StackedLinear
 from tidewheel.models.adapting.low_rank import Product
-from tidewheel.models.adapting.names import by_module, weight_name
+from tidewheel.models.adapting.names import by_module, parameter_name, weight_name
 from tidewheel.models.adapting.nf4 import Nf4Linear
 from tidewheel.models.blocks.embedding import Embedding
 from tidewheel.models.decoder import Decoder
@@ -37,16 +37,24 @@ def add(model: Decoder, adapter: Adapter, values: Values) -> None:
     Raises:
         ConfigError: the values are of another adapter or another model.
     """
+    for _, module, added in _trained(model, adapter, values):
+        put(module, added)
+    adapter.prepare(model)
+
+
+@torch.no_grad()
+def _trained(model: Decoder, adapter: Adapter, values: Values) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Return (name, module, its trained adapter) of the targets; see `add`."""
     check(model, adapter)
-    weights = {name: layer.weight.detach() for name, layer in model.named_modules()
+    weights = {name: layer.weight for name, layer in model.named_modules()
                if isinstance(layer, nn.Linear) and not isinstance(layer, Nf4Linear)}
-    attach(model, adapter)
+    built = build(model, adapter)
     for name, layer in model.named_modules():
         if isinstance(layer, Nf4Linear) and name in weights:
             layer.fill(weights[name])
-    with torch.no_grad():
-        for name, parameter in _parameters(model, values, "adapter").items():
-            parameter.copy_(values[name])
+    for name, parameter in _parameters(built, values, "adapter").items():
+        parameter.copy_(values[name])
+    return built
 
 
 def check_values(config: Model, vocabulary_size: int, adapter: Adapter, values: Values, where: str) -> None:
@@ -65,13 +73,13 @@ def check_values(config: Model, vocabulary_size: int, adapter: Adapter, values: 
     with torch.device("meta"):
         model = Decoder(config, vocabulary_size)
     check(model, adapter)
-    attach(model, adapter)
-    _parameters(model, values, where)
+    _parameters(build(model, adapter), values, where)
 
 
-def _parameters(model: Decoder, values: Values, where: str) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model's adapter, for which there are values of the same shapes."""
-    parameters = {name: parameter for name, parameter in model.named_parameters() if MARK in name}
+def _parameters(built: list[tuple[str, nn.Module, nn.Module]], values: Values, where: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of an adapter, for which there are values of the same shapes, by name."""
+    parameters = {parameter_name(name, key): parameter
+                  for name, _, added in built for key, parameter in added.named_parameters()}
     if parameters.keys() != values.keys():
         odd = sorted(parameters.keys() ^ values.keys())
         raise ConfigError(f"{len(odd)} parameters belong only to the adapter's settings or only to its values, such as "
@@ -224,10 +232,8 @@ def add_several(model: Decoder, adapters: Mapping[str, tuple[Adapter, Values]]) 
         if adapter.PLACE != "linear":
             raise ConfigError(f"{name}: only adapters of linear layers can be chosen by row, not "
                               f"{name_of(type(adapter))}", where="adapter", fix="merge it into a model of its own")
-        add(model, adapter, values)
-        for module_name, module, added in list(adapted(model)):
+        for module_name, module, added in _trained(model, adapter, values):
             members.setdefault(module_name, (module, {}))[1][name] = added
-            detach(module)
     for module, of_module in members.values():
         put(module, Several(of_module))
 

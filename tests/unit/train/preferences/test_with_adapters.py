@@ -21,6 +21,7 @@ from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.inference.judges import RewardModelJudge
 from tidewheel.inference.reference import ReferenceModel, make
+from tidewheel.inference.writer import Writer
 from tidewheel.models.adapting import peft_files
 
 LORA = ("adapter.kind=lora", "adapter.rank=2")
@@ -127,6 +128,8 @@ def test_an_adapter_of_peft_is_read_with_the_head_of_its_reward_model(folder: Pa
     assert export_adapter(imported, f"{written}-again") == export_adapter(wanted.run_uri, f"{written}-trained")
     again = peft.PeftModel.from_pretrained(theirs.unload(), f"{written}-again").eval()
     assert their_reward(again, head) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ConfigError, match=r"there is no run.json"):
+        reward(folder, imported)
     with pytest.raises(TidewheelError, match="a decoder is expected"):
         fit_local(config(folder, f"decoder-{head}", *start[:5], f"model.init_from={folder}/runs/base",
                          "data.validation=''"))
@@ -189,6 +192,8 @@ def test_a_reward_models_head_is_trained_and_kept_with_its_adapter(folder: Path)
     straight = fit_local(pair_config(folder, "straight", *start, "steps=4"))
     assert straight.steps == 4
     assert run_command(["evaluate", wanted.run_uri]) == 0
+    with pytest.raises(TidewheelError, match="a decoder is expected"):
+        Writer.open(f"{folder}/runs/base", adapters={"rewards": wanted.run_uri})
     template = folder / "template.jinja"
     template.write_text("{%- for message in messages %}{{- message.content + ' ' }}{%- endfor %}")
     scores = RewardModelJudge(wanted.run_uri, str(template), device="cpu").judge("abc", ["de", "fghi"]).scores
