@@ -29,6 +29,7 @@ Weights = dict[str, torch.Tensor]
 TOLERANCE = 8.0
 """Of a subtracted adapter, in units of the rounding of the matrices' dtype: 1e-6 of the largest value in fp32."""
 
+
 def export_adapter(uri: str, out: str, *, base: str = "") -> int:
     """Write the adapter of a run for the library peft; return the number of its parameters there.
 
@@ -46,7 +47,7 @@ def export_adapter(uri: str, out: str, *, base: str = "") -> int:
     """
     checkpoints, name, manifest = _adapter_run(uri)
     config, _ = conversion.model_of(manifest, checkpoints.at(name), any_head=True)
-    values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
+    values = adapter_values(checkpoints, name, manifest)
     target = storage.store(out)
     target.check()
     return peft_files.write(target, config, adapter_of(manifest), values, base=base,
@@ -92,8 +93,8 @@ def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
     adapter, values, head = peft_files.read_with_head(source, config)
     merge.check_values(config, rows, adapter, values, source.uri)
     settings = {"adapter": {**as_json(adapter), "init_from": uri}}
-    identity = {"model": config.shape(), "adapter": as_json(adapter)}
-    imported = {"from": folder, "time": time.time()}
+    identity: dict[str, Any] = {"model": config.shape(), "adapter": as_json(adapter)}
+    imported: dict[str, Any] = {"from": folder, "time": time.time()}
     if head is not None:
         settings["objective"] = {"kind": "reward_model", "head": head.kind}
         identity["head"], imported["head"] = "reward_model", head.kind
@@ -182,7 +183,8 @@ def unmerge_run(uri: str, out: str, *, adapter: str = "", tokenizer: str = "", c
     check_files(merged_checkpoints, merged_name, merged_manifest)
     checkpoints, name, manifest = _adapter_run(source)
     config, rows = conversion.model_of(merged_manifest, where)
-    if (config.shape(), rows) != _shape(manifest, checkpoints.at(name)):
+    of_adapter, its_rows = conversion.model_of(manifest, checkpoints.at(name))
+    if (config.shape(), rows) != (of_adapter.shape(), its_rows):
         raise ConfigError("the adapter is of a model of another shape", where=checkpoints.at(name),
                           fix="give the run that trained the merged adapter: --adapter RUN")
     beside, reason = _tokenizer(uri, merged_manifest, tokenizer, chat_template)
@@ -192,17 +194,12 @@ def unmerge_run(uri: str, out: str, *, adapter: str = "", tokenizer: str = "", c
     weights = _base_of_merged(given, checkpoints, name, manifest)
     if weights is None:
         base = None
-        values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
+        values = adapter_values(checkpoints, name, manifest)
         weights, difference = _subtracted(given, adapter_of(manifest), values, where)
     origin = {"from": where, "adapter": checkpoints.at(name), "time": time.time()}
     _save_whole(out, config, weights, {"unmerged": origin}, beside)
     exact = "" if base is None else base.uri or "its initial values"
     return Unmerged(sum(weight.numel() for weight in weights.values()), exact, difference, reason)
-
-
-def _shape(manifest: CheckpointManifest, where: str) -> tuple[dict[str, Any], int]:
-    config, rows = conversion.model_of(manifest, where)
-    return config.shape(), rows
 
 
 def _base_of_merged(given: Weights, checkpoints: Store, name: str, manifest: CheckpointManifest) -> Weights | None:
@@ -215,7 +212,7 @@ def _base_of_merged(given: Weights, checkpoints: Store, name: str, manifest: Che
         if not all(torch.equal(again[key], value) for key, value in given.items()):
             logger.warning("the model is not its base with this adapter alone, so the adapter is subtracted")
             return None
-        return base.read(config, {key: value.shape for key, value in given.items()}, conversion.read_stored)
+        return base.read(config, {key: value.shape for key, value in given.items()})
     except CheckpointError as error:
         logger.warning("the base of the adapter cannot be read, so the adapter is subtracted: %s", error)
         return None

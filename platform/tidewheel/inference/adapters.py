@@ -84,7 +84,7 @@ def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest | None,
                               fix=f"give its own base{f', {of.uri}' if of.uri else ''}")
         conversion.model_of(theirs, where)  # refuses the adapter of a reward model
         check_files(checkpoints, checkpoint, theirs)
-        adapters[name] = (adapter_of(theirs), adapter_values(checkpoints, checkpoint, theirs, conversion.read_stored))
+        adapters[name] = (adapter_of(theirs), adapter_values(checkpoints, checkpoint, theirs))
     return adapters
 
 

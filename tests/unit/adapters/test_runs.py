@@ -257,6 +257,6 @@ def test_a_base_that_is_gone_or_changed_is_refused(folder: Path):
     base = base_of(manifest)
     assert base is not None
     with pytest.raises(CheckpointError, match="not the base"):
-        base.read(wanted.model, {}, conversion.read_stored)
+        base.read(wanted.model, {})
     with pytest.raises(ConfigError, match="whole model"):
         adapter_files.export_adapter(f"{folder}/runs/base", str(folder / "nothing"))

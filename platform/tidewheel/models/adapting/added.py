@@ -52,7 +52,11 @@ def sizes(module: nn.Module, place: Place) -> tuple[tuple[int, ...], int, int]:
         return (experts,), inputs, outputs
     if isinstance(module, nn.Embedding):
         return (), module.num_embeddings, module.embedding_dim
-    if place == "attention":
-        module = module.get_submodule("wk")
-    linear = next(layer for layer in module.modules() if isinstance(layer, nn.Linear))
-    return (), linear.in_features, linear.in_features if place == "output" else linear.out_features
+    if place == "output":
+        widths = [layer.in_features for layer in module.modules() if isinstance(layer, nn.Linear)]
+        if not widths:  # experts alone
+            widths = [weight.shape[-1] for weight in module.parameters() if weight.ndim > 1]
+        return (), widths[0], widths[0]
+    linear = module.get_submodule("wk") if place == "attention" else module
+    assert isinstance(linear, nn.Linear)
+    return (), linear.in_features, linear.out_features

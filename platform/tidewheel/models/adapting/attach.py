@@ -125,7 +125,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 
 def is_constant(name: str, adapter: Adapter) -> bool:
     """Return whether a parameter belongs to an adapter and is not trained; see `Adapter.CONSTANT`."""
-    return MARK in name and bool(adapter.CONSTANT) and name.endswith(adapter.CONSTANT)
+    return MARK in name and name.endswith(adapter.CONSTANT)
 
 
 def candidates(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
@@ -142,7 +142,7 @@ def candidates(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
             continue
         for part in PARTS if adapter.PLACE == "output" else PARTS[:1]:
             module = getattr(block, part, None)
-            if isinstance(module, nn.Module):
+            if isinstance(module, nn.Module) and (adapter.PLACE == "output" or hasattr(module, "wk")):
                 found[f"blocks.{index}.{part}"] = module
     return found
 
@@ -165,5 +165,5 @@ def check(model: Decoder, adapter: Adapter) -> None:
         words = sorted({word for name in names for word in name.split(".") if not word.isdigit()})
         near = difflib.get_close_matches(pattern, words, n=3) or words
         raise ConfigError(f"the target {pattern!r} matches no module that the adapter {name_of(type(adapter))} can be "
-                          f"attached to; nearest names: {', '.join(near)}", where="adapter.targets",
+                          f"attached to; nearest names: {', '.join(near) or 'none'}", where="adapter.targets",
                           fix="name components of module names as they are here, such as attention, wq or blocks.0")

@@ -21,6 +21,7 @@ class Factors(Added):
 
     def __init__(self, adapter: Ia3, name: str, module: nn.Module) -> None:
         super().__init__(adapter, name, module)
+        self.l = self.get_parameter("l")  # its name in the paper
         self.of_inputs = adapter.of_inputs(name)
         self.CUTS = {1 if self.of_inputs else 0: {"l": 0}}  # type: ignore[misc]
 
