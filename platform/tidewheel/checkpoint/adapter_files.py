@@ -29,6 +29,7 @@ Weights = dict[str, torch.Tensor]
 TOLERANCE = 8.0
 """Of a subtracted adapter, in units of the rounding of the matrices' dtype: 1e-6 of the largest value in fp32."""
 
+
 def export_adapter(uri: str, out: str, *, base: str = "") -> int:
     """Write the adapter of a run for the library peft; return the number of its parameters there.
 
@@ -46,33 +47,34 @@ def export_adapter(uri: str, out: str, *, base: str = "") -> int:
     """
     checkpoints, name, manifest = _adapter_run(uri)
     config, _ = conversion.model_of(manifest, checkpoints.at(name), any_head=True)
-    values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
+    values = adapter_values(checkpoints, name, manifest)
     target = storage.store(out)
     target.check()
     return peft_files.write(target, config, adapter_of(manifest), values, base=base,
                             head=_head(uri, checkpoints, name, manifest))
 
 
-def _head(uri: str, checkpoints: Store, name: str, manifest: CheckpointManifest) -> tuple[str, torch.Tensor] | None:
-    """Return the kind and the matrix of a reward model's head, None of a decoder."""
+def _head(uri: str, checkpoints: Store, name: str, manifest: CheckpointManifest) -> peft_files.Head | None:
+    """Return a reward model's head, None of a decoder."""
     objective = manifest.extra["identity"].get("head")
     if objective is None:
         return None
     run, _, _ = locate(uri)
+    kind = manifest.extra.get("imported", {}).get("head", "")
     settings = dict(run.read_json("run.json")["config"]["objective"]) if run.exists("run.json") else {}
-    kind = "" if not settings or is_own(objective) else objectives.KIND.build(settings.pop("kind"), settings).head_kind
+    if settings and not is_own(objective):
+        kind = objectives.KIND.build(settings.pop("kind"), settings).head_kind
     if not kind:
         raise ConfigError(f"the head of objective {objective} has no counterpart in transformers, or is not known "
                           "without run.json", where=checkpoints.at(name),
                           fix="give the run of a reward model, with its run.json")
-    matrix = conversion.read_stored(checkpoints, name, manifest, [HEAD])[HEAD]
-    return kind, matrix
+    return peft_files.Head(kind, conversion.read_stored(checkpoints, name, manifest, [HEAD])[HEAD])
 
 
 def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
-    """Write an adapter in peft's format as a checkpoint of step 0; return the settings of the adapter.
+    """Write an adapter in peft's format as a checkpoint of step 0; return the settings of a run that starts from it.
 
-    Training starts from it with `adapter.init_from`.
+    These are `adapter`, and `objective` if the adapter is of a reward model, whose head is beside it.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
@@ -80,21 +82,27 @@ def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
         uri: the run to write.
 
     Raises:
-        ConfigError: the adapter is not known here, or is of another model.
+        ConfigError: the adapter is not known here, or it or its head is of another model.
         CheckpointError: the base or the adapter cannot be read.
         StorageError: `uri` cannot be written to.
     """
     _, checkpoints, name = locate(base)
     manifest = read_manifest(checkpoints, name)
     config, rows = conversion.model_of(manifest, checkpoints.at(name))
-    adapter, values = peft_files.read(storage.store(folder), config)
-    extra = {"identity": {"model": config.shape(), "adapter": as_json(adapter)},
-             "base": {"from": checkpoints.at(name), "hash": manifest.model_hash, "vocabulary_size": rows},
-             "imported": {"from": folder, "time": time.time()}}
-    target = storage.store(uri)
+    source, target = storage.store(folder), storage.store(uri)
+    adapter, values, head = peft_files.read_with_head(source, config)
+    merge.check_values(config, rows, adapter, values, source.uri)
+    settings = {"adapter": {**as_json(adapter), "init_from": uri}}
+    identity: dict[str, Any] = {"model": config.shape(), "adapter": as_json(adapter)}
+    imported: dict[str, Any] = {"from": folder, "time": time.time()}
+    if head is not None:
+        settings["objective"] = {"kind": "reward_model", "head": head.kind}
+        identity["head"], imported["head"] = "reward_model", head.kind
+        values[HEAD] = head.matrix
+    base_of_it = {"from": checkpoints.at(name), "hash": manifest.model_hash, "vocabulary_size": rows}
     target.check()
-    conversion.save_weights(target, config, values, extra)
-    return as_json(adapter)
+    conversion.save_weights(target, config, values, {"identity": identity, "base": base_of_it, "imported": imported})
+    return settings
 
 
 def merge_run(uri: str, out: str, *, tokenizer: str = "", chat_template: str = "") -> tuple[int, str]:
@@ -175,7 +183,8 @@ def unmerge_run(uri: str, out: str, *, adapter: str = "", tokenizer: str = "", c
     check_files(merged_checkpoints, merged_name, merged_manifest)
     checkpoints, name, manifest = _adapter_run(source)
     config, rows = conversion.model_of(merged_manifest, where)
-    if (config.shape(), rows) != _shape(manifest, checkpoints.at(name)):
+    of_adapter, its_rows = conversion.model_of(manifest, checkpoints.at(name))
+    if (config.shape(), rows) != (of_adapter.shape(), its_rows):
         raise ConfigError("the adapter is of a model of another shape", where=checkpoints.at(name),
                           fix="give the run that trained the merged adapter: --adapter RUN")
     beside, reason = _tokenizer(uri, merged_manifest, tokenizer, chat_template)
@@ -185,17 +194,12 @@ def unmerge_run(uri: str, out: str, *, adapter: str = "", tokenizer: str = "", c
     weights = _base_of_merged(given, checkpoints, name, manifest)
     if weights is None:
         base = None
-        values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
+        values = adapter_values(checkpoints, name, manifest)
         weights, difference = _subtracted(given, adapter_of(manifest), values, where)
     origin = {"from": where, "adapter": checkpoints.at(name), "time": time.time()}
     _save_whole(out, config, weights, {"unmerged": origin}, beside)
     exact = "" if base is None else base.uri or "its initial values"
     return Unmerged(sum(weight.numel() for weight in weights.values()), exact, difference, reason)
-
-
-def _shape(manifest: CheckpointManifest, where: str) -> tuple[dict[str, Any], int]:
-    config, rows = conversion.model_of(manifest, where)
-    return config.shape(), rows
 
 
 def _base_of_merged(given: Weights, checkpoints: Store, name: str, manifest: CheckpointManifest) -> Weights | None:
@@ -208,7 +212,7 @@ def _base_of_merged(given: Weights, checkpoints: Store, name: str, manifest: Che
         if not all(torch.equal(again[key], value) for key, value in given.items()):
             logger.warning("the model is not its base with this adapter alone, so the adapter is subtracted")
             return None
-        return base.read(config, {key: value.shape for key, value in given.items()}, conversion.read_stored)
+        return base.read(config, {key: value.shape for key, value in given.items()})
     except CheckpointError as error:
         logger.warning("the base of the adapter cannot be read, so the adapter is subtracted: %s", error)
         return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
+from tidewheel.checkpoint.stored import read_stored
 from tidewheel.checkpoint.verify import check_files, locate
 from tidewheel.errors import CheckpointError
 from tidewheel.models import adapters
@@ -16,9 +17,6 @@ from tidewheel.models.adapter import MARK, Adapter
 from tidewheel.models.family import Model
 from tidewheel.models.initial_values import init_parameter
 from tidewheel.storage import Store
-
-Read = Callable[[Store, str, CheckpointManifest, Sequence[str]], dict[str, torch.Tensor]]
-"""Reads whole parameters by name; see `conversion.read_weights`."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,12 @@ class Base:
     vocabulary_size: int
     seed: int
 
-    def read(self, config: Model, shapes: dict[str, torch.Size], read: Read) -> dict[str, torch.Tensor]:
+    def read(self, config: Model, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
         """Return its whole parameters by name.
 
         Args:
             config: of the model.
             shapes: of the parameters to return, by name.
-            read: reads a checkpoint.
 
         Raises:
             CheckpointError: the base is missing, damaged, or another one than the adapter was trained on.
@@ -57,23 +54,22 @@ class Base:
             raise CheckpointError(f"this is not the base that the adapter was trained on: hash {manifest.model_hash}, "
                                   f"not {self.hash}", where=where, fix="restore the base's checkpoint from a copy")
         check_files(checkpoints, name, manifest)
-        return read(checkpoints, name, manifest, list(shapes))
+        return read_stored(checkpoints, name, manifest, list(shapes))
 
-    def fill(self, config: Model, tensors: Mapping[str, torch.Tensor], read: Read) -> None:
+    def fill(self, config: Model, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set some of its parameters.
 
         Args:
             config: of the model.
             tensors: whole parameters by name, which are filled.
-            read: reads a checkpoint.
         """
-        values = self.read(config, {name: tensor.shape for name, tensor in tensors.items()}, read)
+        values = self.read(config, {name: tensor.shape for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
             tensor.copy_(values[name])
 
 
 def read_base(base: Base, config: Model, shapes: dict[str, torch.Size], checkpoints: Store, name: str,
-              manifest: CheckpointManifest, read: Read) -> dict[str, torch.Tensor]:
+              manifest: CheckpointManifest) -> dict[str, torch.Tensor]:
     """Return what an adapter was trained on: its base, whose buffers (biases that balance experts) may have moved.
 
     Args:
@@ -83,13 +79,12 @@ def read_base(base: Base, config: Model, shapes: dict[str, torch.Size], checkpoi
         checkpoints: the run's `checkpoints` folder.
         name: the checkpoint.
         manifest: its manifest.
-        read: reads a checkpoint.
 
     Raises:
         CheckpointError: see `Base.read`.
     """
     moved = [path for path in shapes if f"model/{path}" in manifest.tensors]
-    return {**base.read(config, shapes, read), **read(checkpoints, name, manifest, moved)}
+    return {**base.read(config, shapes), **read_stored(checkpoints, name, manifest, moved)}
 
 
 def base_of(manifest: CheckpointManifest) -> Base | None:
@@ -106,14 +101,13 @@ def adapter_of(manifest: CheckpointManifest) -> Adapter:
     return adapters.KIND.build(settings.pop("kind"), settings)
 
 
-def adapter_values(checkpoints: Store, name: str, manifest: CheckpointManifest, read: Read) -> dict[str, torch.Tensor]:
+def adapter_values(checkpoints: Store, name: str, manifest: CheckpointManifest) -> dict[str, torch.Tensor]:
     """Return the whole parameters of an adapter's checkpoint, by their names in the whole model.
 
     Args:
         checkpoints: the run's `checkpoints` folder.
         name: the checkpoint.
         manifest: its manifest.
-        read: reads a checkpoint.
     """
     paths = [path.removeprefix("model/") for path in manifest.tensors if path.startswith("model/")]
-    return read(checkpoints, name, manifest, [path for path in paths if MARK in path])
+    return read_stored(checkpoints, name, manifest, [path for path in paths if MARK in path])

@@ -16,9 +16,9 @@ from tidewheel.checkpoint.adapters import adapter_of, adapter_values, base_of, r
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.models import model_of as model_of
-from tidewheel.checkpoint.reading import read_tensors
+from tidewheel.checkpoint.stored import read_stored as read_stored
 from tidewheel.checkpoint.verify import check_files, locate
-from tidewheel.errors import CheckpointError, ConfigError, StorageError
+from tidewheel.errors import ConfigError, StorageError
 from tidewheel.models import huggingface
 from tidewheel.models.adapting import merge
 from tidewheel.models.adapting.names import by_module, parameter_name, weight_name
@@ -179,36 +179,10 @@ def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
         others = shapes.keys() - set(names)
         shapes = {key: shape for key, shape in shapes.items() if key in names}
         values: dict[str, torch.Tensor] = {}
-        for module, parts in by_module(adapter_values(checkpoints, name, manifest, read_stored)).items():
+        for module, parts in by_module(adapter_values(checkpoints, name, manifest)).items():
             if weight_name(module, others) is None:  # of one that is asked for
                 values |= {parameter_name(module, key): value for key, value in parts.items()}
-        whole = merge.merged(read_base(base, config, shapes, checkpoints, name, manifest, read_stored),
+        whole = merge.merged(read_base(base, config, shapes, checkpoints, name, manifest),
                              adapter_of(manifest), values)
         return {**whole, **read_stored(checkpoints, name, manifest, own)} if own else whole
     return read_stored(checkpoints, name, manifest, names)
-
-
-def read_stored(checkpoints: Store, name: str, manifest: CheckpointManifest,
-                names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return whole parameters as a checkpoint holds them, by name.
-
-    Args:
-        checkpoints: the run's `checkpoints` folder.
-        name: the checkpoint.
-        manifest: its manifest.
-        names: names of parameters in the model.
-
-    Raises:
-        CheckpointError: the checkpoint lacks one of them.
-    """
-    keys: dict[str, str] = {}
-    for parameter in names:
-        stored = [key for key in (f"optimizer/{parameter}.master", f"model/{parameter}") if key in manifest.tensors]
-        if not stored:
-            raise CheckpointError(f"{parameter} is not in the checkpoint", where=checkpoints.at(name),
-                                  fix="use the version of Tidewheel that wrote it")
-        keys[parameter] = stored[0]
-    state = {key: torch.empty(manifest.tensors[key].shape, dtype=getattr(torch, manifest.tensors[key].dtype))
-             for key in keys.values()}
-    read_tensors(checkpoints, name, manifest, state)
-    return {parameter: state[key] for parameter, key in keys.items()}

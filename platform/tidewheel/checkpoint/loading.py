@@ -56,7 +56,7 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
     return None
 
 
-def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> Loaded:
+def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor], head: str = "") -> Loaded:
     """Fill tensors in place from a checkpoint of another run, converted to their dtypes; all ranks call this together.
 
     The checkpoint may hold more tensors than `flat`.
@@ -65,6 +65,8 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> Loaded:
         uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
         peers: the ranks.
         flat: tensors by path, see `staging.flatten`.
+        head: path of an objective's head, which stays as it is if the checkpoint is of a decoder; "": a decoder is
+            expected.
 
     Returns:
         which checkpoint it was, with `CheckpointManifest.model_hash`.
@@ -80,7 +82,10 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> Loaded:
         raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
                               fix="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
                               "are intact")
-    _same_head(manifest, flat, f"{folder}/{name}")
+    if not head:
+        _same_head(manifest, flat, f"{folder}/{name}")
+    elif _head_of(manifest) is None:
+        flat = {path: tensor for path, tensor in flat.items() if path != head}
     _load(store, peers, name, manifest, flat, convert=True)
     return Loaded(f"{folder}/{name}", manifest.model_hash)
 
@@ -95,12 +100,17 @@ def reason_of(error: BaseException) -> str:
 
 def _same_head(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], where: str) -> None:
     """Raise CheckpointError if a checkpoint has a head in the place of logits, and the tensors to fill do not."""
-    head = (manifest.extra.get("identity") or {}).get("head")
+    head = _head_of(manifest)
     output = flat.get("model/output.weight")
     if head and (output is None or tuple(output.shape) != manifest.tensors["model/output.weight"].shape):
         raise CheckpointError(f"a model of objective {head}, whose head gives no logits; a decoder is expected",
                               where=where, fix="give a checkpoint of a decoder, such as the one that this model's own "
                               "training started from (model.init_from in its run.json)")
+
+
+def _head_of(manifest: CheckpointManifest) -> str | None:
+    """Return the objective whose head a checkpoint has in the place of logits."""
+    return (manifest.extra.get("identity") or {}).get("head")
 
 
 def _folder_and_name(uri: str) -> tuple[str, str]:

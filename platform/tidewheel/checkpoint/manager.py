@@ -263,7 +263,7 @@ class CheckpointManager:
         """Load from storage, as `load_latest` does."""
         return self.load_latest(state)
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+    def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         """Fill the tensors of `state` in place from another run's checkpoint, converted to their dtypes.
 
         All ranks call this together. The checkpoint may hold more tensors than `state`.
@@ -271,6 +271,7 @@ class CheckpointManager:
         Args:
             uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
             state: nested dict of tensors.
+            head: see `load_uri`.
 
         Returns:
             which checkpoint it was.
@@ -279,7 +280,7 @@ class CheckpointManager:
             CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
             StorageError: the store does not answer.
         """
-        return load_uri(uri, self.peers, flatten(state))
+        return load_uri(uri, self.peers, flatten(state), head)
 
     def describe(self, uri: str) -> Described:
         """Return which decoder a checkpoint of another run holds; see `models.describe`. All ranks call it."""

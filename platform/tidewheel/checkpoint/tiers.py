@@ -140,9 +140,9 @@ class TieredCheckpoints:
         """Return the state of saving to storage."""
         return self._saved.saves()
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+    def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         """Fill the tensors of `state` in place from another run's checkpoint; return which one it was."""
-        return self._saved.load_from(uri, state)
+        return self._saved.load_from(uri, state, head)
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Forget the states in memory, and fill the tensors of `state` from the newest checkpoint in storage."""

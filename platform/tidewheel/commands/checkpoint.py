@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import Parameter
@@ -172,14 +172,18 @@ def checkpoint_import_adapter(
     base: Annotated[str, Parameter(help="URI of the run or the checkpoint of its base model.")],
     uri: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint.")],
 ) -> int:
-    """Convert an adapter of peft to a checkpoint that training can start from, and print its settings."""
+    """Convert an adapter of peft to a checkpoint that training can start from, and print its settings.
+
+    With the adapter of a reward model goes its head.
+    """
     import yaml
 
     from tidewheel.checkpoint.adapter_files import import_adapter
 
-    settings = {name: value for name, value in import_adapter(folder, base, uri).items() if value not in ("", {}, None)}
-    print(yaml.safe_dump({"model": {"init_from": base}, "adapter": {**settings, "init_from": uri}},
-                         sort_keys=False), end="")
+    settings: dict[str, dict[str, Any]] = {"model": {"init_from": base}, **import_adapter(folder, base, uri)}
+    shown = {group: {name: value for name, value in values.items() if value not in ("", {}, None)}
+             for group, values in settings.items()}
+    print(yaml.safe_dump(shown, sort_keys=False), end="")
     return 0
 
 

@@ -59,7 +59,7 @@ def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest | None,
 
     Raises:
         ConfigError: one is of another base, or is no adapter.
-        CheckpointError: one cannot be read.
+        CheckpointError: one cannot be read, or is of a reward model.
     """
     adapters: dict[str, tuple[Adapter, Values]] = {}
     for name, uri in given.items():
@@ -82,8 +82,9 @@ def read_adapters(given: Mapping[str, str], manifest: CheckpointManifest | None,
             raise ConfigError(f"the adapter {name} was trained on {of.uri or 'initial values'} (hash {of.hash}), but "
                               f"{base} has the hash {manifest.model_hash}", where=where,
                               fix=f"give its own base{f', {of.uri}' if of.uri else ''}")
+        conversion.model_of(theirs, where)  # refuses the adapter of a reward model
         check_files(checkpoints, checkpoint, theirs)
-        adapters[name] = (adapter_of(theirs), adapter_values(checkpoints, checkpoint, theirs, conversion.read_stored))
+        adapters[name] = (adapter_of(theirs), adapter_values(checkpoints, checkpoint, theirs))
     return adapters
 
 

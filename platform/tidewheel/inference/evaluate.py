@@ -92,7 +92,7 @@ class Evaluator:
         self._model = parallel.build(self._config, vocabulary_size, self._runtime)
         self._weights = model_state(self._model)
         if (base := base_of(self._manifest)) is not None:
-            adapter_weights.set_base(self._model, lambda values: base.fill(model, values, conversion.read_stored))
+            adapter_weights.set_base(self._model, lambda values: base.fill(model, values))
 
     def evaluate(self, uri: str) -> Evaluation:
         """Return the scores of one checkpoint of the run, after checking the hash of every file.

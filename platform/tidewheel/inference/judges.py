@@ -85,6 +85,10 @@ class RewardModelJudge(Judge):
     def __init__(self, uri: str, template: str, *, device: str = "") -> None:
         run, checkpoints, name = locate(uri)
         manifest = read_manifest(checkpoints, name)
+        if not run.exists("run.json"):
+            raise ConfigError("there is no run.json, which says how answers are rendered and where their rewards are",
+                              where=run.uri, fix="give a run of a reward model; one starts from an imported adapter "
+                              "with adapter.init_from")
         recorded = run.read_json("run.json")
         config = build(TrainConfig, recorded["config"], where=run.uri)
         if config.objective.HEAD != 1:

@@ -87,9 +87,8 @@ class Writer:
         if (base := base_of(manifest)) is None:
             model.load_state_dict(conversion.read_weights(checkpoints, name, manifest, list(shapes)), assign=True)
         else:
-            model.load_state_dict(read_base(base, config, shapes, checkpoints, name, manifest, conversion.read_stored),
-                                  assign=True)
-            values = adapter_values(checkpoints, name, manifest, conversion.read_stored)
+            model.load_state_dict(read_base(base, config, shapes, checkpoints, name, manifest), assign=True)
+            values = adapter_values(checkpoints, name, manifest)
             add_adapter(model, adapter_of(manifest), values)
         if adapters:
             add_several(model, read_adapters(adapters, manifest, config, checkpoints.at(name)))

@@ -11,6 +11,7 @@ Nothing here imports torch before an adapter is built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -18,7 +19,7 @@ from pydantic import Field
 
 from tidewheel.config import Setting
 from tidewheel.errors import ConfigError
-from tidewheel.models.adapting.counts import expert_shapes, shapes_of
+from tidewheel.models.adapting.counts import adaptable
 from tidewheel.models.adapting.names import MARK as MARK
 from tidewheel.models.adapting.names import matches
 from tidewheel.parts import Part, name_of
@@ -91,25 +92,23 @@ class Adapter(Part):
             model: settings of the base.
             vocabulary_size: rows of its embedding.
         """
-        shapes = shapes_of(self.PLACE, model, vocabulary_size)
-        if not self.EMBEDDING and self.PLACE != "embedding":
-            shapes.pop("embedding", None)
-        total = sum(self.count(name, *shape) for name, shape in shapes.items() if self.chooses(name))
-        if self.EXPERTS:
-            total += sum(number * self.count(name, *shape) for name, (number, *shape) in expert_shapes(model).items()
-                         if self.chooses(name))
+        total = 0
+        for name, (number, inputs, outputs) in adaptable(self, model, vocabulary_size).items():
+            if self.chooses(name):
+                shapes = self.shapes(name, inputs, outputs)
+                total += number * sum(math.prod(shapes[key]) for key in shapes if f".{key}" not in self.CONSTANT)
         return total
 
     def chooses(self, name: str) -> bool:
         """Return whether the targets include the module `name` of the whole model."""
         return any(matches(pattern, name) for pattern in self.targets)
 
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        """Return the number of trainable parameters of one module.
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters that are added to one module, by their names in the adapter.
 
         Args:
             name: of the module in the whole model.
-            inputs: width of its input.
+            inputs: width of its input; of an embedding, its rows.
             outputs: width of its output; for an attention, of its keys.
         """
         raise NotImplementedError

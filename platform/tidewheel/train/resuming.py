@@ -123,16 +123,19 @@ class Resuming:
             training.teacher = {"from": loaded.uri, "hash": loaded.hash}
 
     def _set_weights(self) -> None:
-        """Set the initial values, or those of `model.init_from`. An objective's own head always starts anew."""
+        """Set the initial values, or those of `adapter.init_from` or `model.init_from`.
+
+        An objective's own head starts anew, unless `adapter.init_from` has one.
+        """
         training = self._training
         config = training.config
         if training.model.adapter is not None:
             adapter_weights.init_adapter(training.model, config.seed)
             initial_weights.init_head(training.model, config.seed)
             if training.model.adapter.init_from:
-                state = training.state()["model"]
-                values = {"model": {name: value for name, value in state.items() if name != HEAD_WEIGHT}}
-                training.runtime.checkpoints.load_from(training.model.adapter.init_from, values)
+                head = f"model/{HEAD_WEIGHT}" if config.objective.HEAD else ""
+                values = {"model": training.state()["model"]}
+                training.runtime.checkpoints.load_from(training.model.adapter.init_from, values, head)
                 training.model.refresh()
             return
         if not config.model.init_from or config.objective.HEAD or config.objective.VALUES:

@@ -78,8 +78,15 @@ class Checkpointer(Protocol):
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill the tensors from the newest checkpoint in storage, and drop newer ones in memory: the run rolls back."""
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
-        """Fill the tensors in place from a checkpoint of another run, and return which one it was."""
+    def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
+        """Fill the tensors in place from a checkpoint of another run, and return which one it was.
+
+        Args:
+            uri: of the checkpoint, or of its run.
+            state: the tensors.
+            head: path of an objective's head, which stays as it is if the checkpoint is of a decoder; "": a decoder is
+                expected.
+        """
 
     def describe(self, uri: str) -> Described:
         """Return which decoder a checkpoint of another run holds; called by all ranks."""
@@ -221,7 +228,7 @@ class NoCheckpoints(Checkpointer):
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return None
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+    def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         raise NotImplementedError("reading another run's checkpoint takes a checkpoint.CheckpointManager")
 
     def describe(self, uri: str) -> Described:

@@ -124,12 +124,20 @@ def test_bottlenecks_follow_their_formula():
         adapter.to_peft(model.config, values)
 
 
-@every((("q_proj", "attention"), ("atention", "attention"), ("blocks.7", "blocks"), ("output", "attention")))
+@every((("q_proj", "attention, blocks, embedding, ffn, w1, w2, w3, wk, wo, wq, wv"), ("atention", "attention"),
+        ("blocks.7", "blocks"), ("output", "attention")))
 def test_a_target_that_matches_nothing_is_refused_with_the_nearest_names(case: tuple[str, str]):
     pattern, near = case
     adapter = adapters.KIND.build("lora", {"targets": ["wq", pattern]})
     with pytest.raises(ConfigError, match=f"{pattern}.*nearest names: .*{near}"):
         attach.check(models()[0], adapter)
+
+
+def test_a_prefix_of_an_attention_without_keys_of_its_own_is_refused():
+    with torch.device("meta"):
+        model = Decoder(families.of_shape({"kind": "deepseek_v3", "preset": "debug"}), 8)
+    with pytest.raises(ConfigError, match="'attention' matches no module that the adapter prefix_tuning can be"):
+        attach.check(model, adapters.KIND.build("prefix_tuning"))
 
 
 def test_a_base_that_cannot_be_quantised_is_refused():

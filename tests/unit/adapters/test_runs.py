@@ -97,9 +97,9 @@ class Counting(CheckpointManager):
         super().__init__(*arguments, **options)
         self.read: list[str] = []
 
-    def load_from(self, uri: str, state: dict[str, Any]) -> Loaded:
+    def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         self.read.append(uri)
-        return super().load_from(uri, state)
+        return super().load_from(uri, state, head)
 
 
 def test_a_process_reads_its_base_once(folder: Path):
@@ -257,6 +257,6 @@ def test_a_base_that_is_gone_or_changed_is_refused(folder: Path):
     base = base_of(manifest)
     assert base is not None
     with pytest.raises(CheckpointError, match="not the base"):
-        base.read(wanted.model, {}, conversion.read_stored)
+        base.read(wanted.model, {})
     with pytest.raises(ConfigError, match="whole model"):
         adapter_files.export_adapter(f"{folder}/runs/base", str(folder / "nothing"))

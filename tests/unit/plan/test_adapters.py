@@ -82,7 +82,8 @@ def test_the_arithmetic_of_the_papers():
 @every((("lora", {"rank": 3, "ranks": {"wq": 5}, "targets": ["attention", "embedding"]}), ("dora", {"rank": 3}),
         ("ia3", {}), ("bottleneck", {"width": 5}), ("prefix_tuning", {"tokens": 7}), ("prompt_tuning", {"tokens": 7}),
         ("lora", {"rank": 3, "ranks": {"w2": 5}, "family": "qwen3_moe"}), ("ia3", {"family": "deepseek_v3"}),
-        ("lora", {"targets": ["experts", "shared"], "family": "deepseek_v3"})))
+        ("lora", {"targets": ["experts", "shared"], "family": "deepseek_v3"}),
+        ("bottleneck", {"width": 5, "family": "qwen3_moe"})))
 def test_the_number_of_parameters_is_that_of_the_model(case: tuple[str, dict[str, Any]]):
     kind, settings = case
     family = str({"family": "llama", **settings}["family"])

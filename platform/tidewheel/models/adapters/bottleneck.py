@@ -29,10 +29,10 @@ class Bottleneck(Adapter):
     def build(self, name: str, module: nn.Module) -> nn.Module:
         from tidewheel.models.adapting.bottleneck import Narrow
 
-        return Narrow.of(module, self.width)
+        return Narrow(self, name, module)
 
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        return 2 * self.width * outputs
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"down": (self.width, outputs), "up": (outputs, self.width)}
 
     def distribution(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 0.0, shape[-1] ** -0.5 if name.endswith(".down") else 0.0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from tidewheel.models.adapters.lora import Lora
 from tidewheel.versions import Version
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Dora(Lora):
@@ -26,10 +23,5 @@ class Dora(Lora):
     start: Literal["zero"] = "zero"
     """A is random and B is 0."""
 
-    def build(self, name: str, module: nn.Module) -> nn.Module:
-        from tidewheel.models.adapting.low_rank import Directed
-
-        return Directed.of(module, *self.size(name))
-
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        return super().count(name, inputs, outputs) + outputs
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {**super().shapes(name, inputs, outputs), "m": (outputs,)}

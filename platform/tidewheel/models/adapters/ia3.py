@@ -34,14 +34,14 @@ class Ia3(Adapter):
     def build(self, name: str, module: nn.Module) -> nn.Module:
         from tidewheel.models.adapting.factors import Factors
 
-        return Factors.of(module, of_inputs=self.of_inputs(name))
+        return Factors(self, name, module)
 
     def of_inputs(self, name: str) -> bool:
         """Return whether the inputs of the module `name` are multiplied, not its outputs."""
         return any(matches(pattern, name) for pattern in self.inputs)
 
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        return inputs if self.of_inputs(name) else outputs
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"l": (inputs if self.of_inputs(name) else outputs,)}
 
     def distribution(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 1.0, 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -69,9 +68,9 @@ class Lora(Adapter):
         return self
 
     def build(self, name: str, module: nn.Module) -> nn.Module:
-        from tidewheel.models.adapting.low_rank import LowRank
+        from tidewheel.models.adapting.low_rank import Directed, LowRank
 
-        return LowRank.of(module, *self.size(name), pissa=self.start == "pissa")
+        return (Directed if self.DIRECTED else LowRank)(self, name, module)
 
     def size(self, name: str) -> tuple[int, float]:
         """Return the rank and the scale of the module `name`."""
@@ -79,8 +78,10 @@ class Lora(Adapter):
         alpha = first_match(self.alphas, name, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        return self.size(name)[0] * (inputs + outputs)
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        rank, _ = self.size(name)
+        a, b = (rank, inputs), (outputs, rank)
+        return {"a": a, "b": b, "a0": a, "b0": b} if self.start == "pissa" else {"a": a, "b": b}
 
     def distribution(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         # the variance of peft's Kaiming-uniform A, 1 / (3 inputs)
@@ -120,13 +121,11 @@ class Lora(Adapter):
                 tensors[f"{theirs}.{_LENGTHS}"] = values[parameter_name(name, "m")]
             ranks[theirs] = len(a)
             alphas[theirs] = self._alpha(scale, len(a))
-        rank = Counter(ranks.values()).most_common(1)[0][0]
-        alpha = Counter(alphas.values()).most_common(1)[0][0]
-        return {"peft_type": self.PEFT, "r": rank, "lora_alpha": alpha, "use_rslora": self.rank_stabilized,
+        return {"peft_type": self.PEFT, "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rank_stabilized,
                 "use_dora": self.DIRECTED, "target_modules": peft_names.shortest(modules, names.values()),
                 "target_parameters": [one.name for one in fused] or None,
-                "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
-                "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+                "rank_pattern": {name: value for name, value in ranks.items() if value != self.rank},
+                "alpha_pattern": {name: value for name, value in alphas.items() if value != self.alpha},
                 "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True}, {
                     f"{peft_names.PREFIX}{name}": value.float().contiguous() for name, value in tensors.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -43,15 +42,15 @@ class PrefixTuning(Adapter):
     def build(self, name: str, module: nn.Module) -> nn.Module:
         from tidewheel.models.adapting.prefix import KeysAndValues
 
-        return KeysAndValues.of(module, self.tokens)
+        return KeysAndValues(self, name, module)
 
     def prepare(self, model: Decoder) -> None:
         from tidewheel.models.adapting.prefix import move_positions
 
         move_positions(model, self.tokens)
 
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        return 2 * self.tokens * outputs
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"keys": (self.tokens, outputs), "values": (self.tokens, outputs)}
 
     def distribution(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 0.0, self.init_std
@@ -66,7 +65,7 @@ class PrefixTuning(Adapter):
         columns: list[torch.Tensor] = []  # of layers, each with its keys, then its values
         for layer in range(config.num_layers):
             parts = modules[f"blocks.{layer}.attention"]
-            columns += [parts["keys"].flatten(1), parts["values"].flatten(1)]
+            columns += [parts["keys"], parts["values"]]
         return {"peft_type": self.PEFT, "num_virtual_tokens": len(columns[0]), "num_layers": config.num_layers,
                 "token_dim": config.kv_heads * config.head_width, "num_attention_heads": config.kv_heads,
                 "num_transformer_submodules": 1, "prefix_projection": False, "encoder_hidden_size": config.dim,
@@ -77,12 +76,9 @@ class PrefixTuning(Adapter):
                   where: str) -> Form:
         from tidewheel.models.adapting.peft_names import embeddings
 
-        shape = (2 * config.num_layers, config.kv_heads, config.head_width)
-        matrix = embeddings(tensors, math.prod(shape), where)
-        pieces = matrix.unflatten(1, shape).unbind(1)
-        values: dict[str, torch.Tensor] = {}
-        for layer in range(config.num_layers):
-            name = f"blocks.{layer}.attention"
-            values[parameter_name(name, "keys")] = pieces[2 * layer].contiguous()
-            values[parameter_name(name, "values")] = pieces[2 * layer + 1].contiguous()
-        return {"tokens": len(matrix)}, values
+        width = config.kv_heads * config.head_width
+        matrix = embeddings(tensors, 2 * config.num_layers * width, where)
+        names = [parameter_name(f"blocks.{layer}.attention", key)
+                 for layer in range(config.num_layers) for key in ("keys", "values")]
+        pieces = [piece.contiguous() for piece in matrix.split(width, dim=1)]
+        return {"tokens": len(matrix)}, dict(zip(names, pieces, strict=True))

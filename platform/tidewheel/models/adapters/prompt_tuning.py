@@ -43,10 +43,10 @@ class PromptTuning(Adapter):
     def build(self, name: str, module: nn.Module) -> nn.Module:
         from tidewheel.models.adapting.prompt import Prompt
 
-        return Prompt.of(module, self.tokens)
+        return Prompt(self, name, module)
 
-    def count(self, name: str, inputs: int, outputs: int) -> int:
-        return self.tokens * outputs
+    def shapes(self, name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        return {"embeddings": (self.tokens, outputs)}
 
     def prepare(self, model: Decoder) -> None:
         from tidewheel.models.adapting.prompt import make_room

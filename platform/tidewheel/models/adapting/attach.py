@@ -35,11 +35,26 @@ def attach(model: Decoder, adapter: Adapter) -> None:
     Raises:
         ConfigError: the base cannot be quantised, or the adapter does not work on this model.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    chosen = targets(model, adapter)
+    for _, module, added in build(model, adapter):
+        put(module, added)
+    adapter.prepare(model)
+
+
+def build(model: Decoder, adapter: Adapter) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Freeze a decoder, quantise it if it is to be, and return (name, module, its adapter) of the targets.
+
+    Args:
+        model: see `attach`.
+        adapter: the settings.
+
+    Raises:
+        ConfigError: the base cannot be quantised.
+    """
+    model.requires_grad_(False)
+    chosen = {name: module for name, module in candidates(model, adapter).items() if adapter.chooses(name)}
     if adapter.base == "nf4":
         nf4.quantize(model)
+    built = []
     for name, module in chosen.items():
         with calling(adapter):
             added = adapter.build(name, module)
@@ -47,8 +62,8 @@ def attach(model: Decoder, adapter: Adapter) -> None:
         weight = next((one for one in weights if isinstance(one, DTensor) and one.ndim > 1), None)
         if weight is not None:
             distribute(added, weight, added.CUTS)  # type: ignore[arg-type]
-        put(module, added)
-    adapter.prepare(model)
+        built.append((name, module, added))
+    return built
 
 
 def put(module: nn.Module, added: nn.Module) -> None:
@@ -78,18 +93,6 @@ def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
 
     Adapted.__name__ = Adapted.__qualname__ = kind.__name__
     return Adapted
-
-
-def detach(module: nn.Module) -> None:
-    """Remove the adapter of one module."""
-    if isinstance(module, StackedLinear):
-        del module.holder.adapter[module.matrix]
-        if not module.holder.adapter:
-            del module.holder.adapter
-            module.holder.adapter = None
-        return
-    module.__class__ = type(module).__mro__[1]
-    del module.adapter
 
 
 @contextlib.contextmanager
@@ -122,12 +125,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 
 def is_constant(name: str, adapter: Adapter) -> bool:
     """Return whether a parameter belongs to an adapter and is not trained; see `Adapter.CONSTANT`."""
-    return MARK in name and bool(adapter.CONSTANT) and name.endswith(adapter.CONSTANT)
-
-
-def targets(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
-    """Return {name: module} of the modules that an adapter's patterns choose."""
-    return {name: module for name, module in candidates(model, adapter).items() if adapter.chooses(name)}
+    return MARK in name and name.endswith(adapter.CONSTANT)
 
 
 def candidates(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
@@ -144,7 +142,7 @@ def candidates(model: Decoder, adapter: Adapter) -> dict[str, nn.Module]:
             continue
         for part in PARTS if adapter.PLACE == "output" else PARTS[:1]:
             module = getattr(block, part, None)
-            if isinstance(module, nn.Module):
+            if isinstance(module, nn.Module) and (adapter.PLACE == "output" or hasattr(module, "wk")):
                 found[f"blocks.{index}.{part}"] = module
     return found
 
@@ -164,8 +162,8 @@ def check(model: Decoder, adapter: Adapter) -> None:
     for pattern in patterns:
         if any(matches(pattern, name) for name in names):
             continue
-        words = sorted({word for name in names for word in (*name.split("."), name) if not word.isdigit()})
-        near = difflib.get_close_matches(pattern, words, n=3, cutoff=0.3) or words[:6]
+        words = sorted({word for name in names for word in name.split(".") if not word.isdigit()})
+        near = difflib.get_close_matches(pattern, words, n=3) or words
         raise ConfigError(f"the target {pattern!r} matches no module that the adapter {name_of(type(adapter))} can be "
-                          f"attached to; nearest names: {', '.join(near)}", where="adapter.targets",
+                          f"attached to; nearest names: {', '.join(near) or 'none'}", where="adapter.targets",
                           fix="name components of module names as they are here, such as attention, wq or blocks.0")

@@ -8,7 +8,7 @@ from tidewheel.models.adapting.names import EXPERTS
 from tidewheel.models.moe.config import MixtureOfExperts
 
 if TYPE_CHECKING:
-    from tidewheel.models.adapter import Place
+    from tidewheel.models.adapter import Adapter
     from tidewheel.models.family import Model
 
 BLOCK = 64
@@ -48,34 +48,27 @@ def nf4_refusal(model: Model, tensor: int) -> tuple[str, int] | None:
     return None
 
 
-def expert_shapes(model: Model) -> dict[str, tuple[int, int, int]]:
-    """Return {name of stacked matrices: (number of experts, width of the input, width of the output)} of a model."""
-    shapes: dict[str, tuple[int, int, int]] = {}
-    if not isinstance(model, MixtureOfExperts):
-        return shapes
-    for layer in filter(model.has_experts, range(model.num_layers)):
-        begin = f"blocks.{layer}.ffn{EXPERTS}"
-        shapes |= dict.fromkeys((f"{begin}.w1", f"{begin}.w3"), (model.num_experts, model.dim, model.expert_width))
-        shapes[f"{begin}.w2"] = (model.num_experts, model.expert_width, model.dim)
-    return shapes
-
-
-def shapes_of(place: Place, model: Model, vocabulary_size: int) -> Shapes:
-    """Return the shapes of all modules that an adapter may be attached to, by their names in the whole model.
+def adaptable(adapter: Adapter, model: Model, vocabulary_size: int) -> dict[str, tuple[int, int, int]]:
+    """Return {name in the whole model: (number of matrices, inputs, outputs)} of what an adapter can be attached to.
 
     Args:
-        place: of the adapter.
+        adapter: the settings.
         model: settings of the base.
         vocabulary_size: rows of the embedding.
     """
-    shapes: Shapes = {}
-    if place in ("linear", "embedding"):
-        shapes["embedding"] = (vocabulary_size, model.dim)
-    for layer in range(model.num_layers) if place != "embedding" else ():
-        places = layer_shapes(model, layer)
-        if place == "output":
-            places = dict.fromkeys(("attention", "ffn"), (model.dim, model.dim))
-        elif place == "attention":
-            places = {"attention": (model.dim, model.kv_heads * model.head_width)}
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in places.items()}
+    shapes: dict[str, tuple[int, int, int]] = {}
+    if adapter.EMBEDDING or adapter.PLACE == "embedding":
+        shapes["embedding"] = (1, vocabulary_size, model.dim)
+    for layer in range(model.num_layers) if adapter.PLACE != "embedding" else ():
+        block = f"blocks.{layer}"
+        if adapter.PLACE == "output":
+            shapes |= dict.fromkeys((f"{block}.attention", f"{block}.ffn"), (1, model.dim, model.dim))
+        elif adapter.PLACE == "attention":
+            shapes[f"{block}.attention"] = (1, model.dim, model.kv_heads * model.head_width)
+        else:
+            shapes |= {f"{block}.{name}": (1, *shape) for name, shape in layer_shapes(model, layer).items()}
+        if adapter.EXPERTS and isinstance(model, MixtureOfExperts) and model.has_experts(layer):
+            number, width, stack = model.num_experts, model.expert_width, f"{block}.ffn{EXPERTS}"
+            shapes |= dict.fromkeys((f"{stack}.w1", f"{stack}.w3"), (number, model.dim, width))
+            shapes[f"{stack}.w2"] = (number, width, model.dim)
     return shapes

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from tidewheel.models.adapting.added import Added
 from tidewheel.models.adapting.shards import like, own
 
+if TYPE_CHECKING:
+    from tidewheel.models.adapters.ia3 import Ia3
 
-class Factors(nn.Module):
-    """A factor for each output of a linear layer, or for each input.
 
-    Args:
-        width: number of factors.
-        of_inputs: multiply the inputs.
-        device: of the factors.
-    """
+class Factors(Added):
+    """A factor for each output of a linear layer, or for each input."""
 
-    OUTPUT_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"l": 0}, 1: {}}
-    CAN_UNMERGE: ClassVar[bool] = True
-    CHANGES_BIAS: ClassVar[bool] = True
-    INPUT_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {}, 1: {"l": 0}}
+    CHANGES_BIAS = True
 
-    def __init__(self, width: int, *, of_inputs: bool, device: torch.device | str = "cpu") -> None:
-        super().__init__()
-        self.of_inputs = of_inputs
-        self.CUTS = self.INPUT_CUTS if of_inputs else self.OUTPUT_CUTS
-        self.l = nn.Parameter(torch.empty(width, device=device))  # its name in the paper
-
-    @classmethod
-    def of(cls, module: nn.Module, *, of_inputs: bool) -> Self:
-        """Return the factors of a linear layer; see the class."""
-        assert isinstance(module, nn.Linear)
-        device = next(module.parameters()).device
-        return cls(module.in_features if of_inputs else module.out_features, of_inputs=of_inputs, device=device)
+    def __init__(self, adapter: Ia3, name: str, module: nn.Module) -> None:
+        super().__init__(adapter, name, module)
+        self.l = self.get_parameter("l")  # its name in the paper
+        self.of_inputs = adapter.of_inputs(name)
+        self.CUTS = {1 if self.of_inputs else 0: {"l": 0}}  # type: ignore[misc]
 
     def forward(self, layer: nn.Module, base: Any, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output [..., O] of x [..., I]; see `LowRank.forward`."""

@@ -6,7 +6,7 @@ R is the rank, I and O are the widths of a layer's input and output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tidewheel.models.adapting.experts import StackedLinear
+from tidewheel.models.adapting.added import Added, Cuts
 from tidewheel.models.adapting.shards import cut_of, like, own
 from tidewheel.models.blocks.embedding import Embedding
+
+if TYPE_CHECKING:
+    from tidewheel.models.adapters.lora import Lora
 
 Product = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
 """From x [..., N], a matrix [M, N] and the name of the parameter to [..., M]."""
@@ -26,51 +29,26 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-class LowRank(nn.Module):
-    """scale B A x beside a layer's own output. For an embedding, x is the token's unit vector.
+class LowRank(Added):
+    """scale B A x beside a layer's own output. For an embedding, whose matrix is [I, O], x is the token's unit vector.
 
-    Args:
-        inputs: I.
-        outputs: O.
-        rank: R.
-        scale: factor of the update.
-        pissa: begin with the largest singular values of the layer's matrix, and subtract their product.
-        of_embedding: the matrix of the module is [I, O].
-        stack: dimensions of all parameters before their own: (E,) for E experts.
-        device: of the parameters.
+    With the start pissa, B A begins with the largest singular values of the layer's matrix, and B0 A0, with which it
+    began, is subtracted. Each of E experts has its own A and B: the parameters have E before their own dimensions.
     """
 
-    LINEAR_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"b": 0, "b0": 0}, 1: {"a": 1, "a0": 1}}
-    """Dimension of each parameter that is cut, by that of the layer's matrix."""
-    EMBEDDING_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"a": 1, "a0": 1}}
-    CAN_UNMERGE: ClassVar[bool] = True
-    """Whether the layer's matrix follows from the merged one."""
-    CHANGES_BIAS: ClassVar[bool] = False
-    """Whether `merged` and `unmerged` also take the layer's bias [O]."""
+    a: nn.Parameter
+    b: nn.Parameter
+    a0: nn.Parameter
+    b0: nn.Parameter
+    CUTS: ClassVar[Cuts] = {0: {"b": 0, "b0": 0, "m": 0}, 1: {"a": 1, "a0": 1}}
 
-    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, *, pissa: bool = False,
-                 of_embedding: bool = False, stack: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
-        super().__init__()
-        self.rank, self.scale, self.pissa, self.of_embedding = rank, scale, pissa, of_embedding
-        self.CUTS = self.EMBEDDING_CUTS if of_embedding else self.LINEAR_CUTS
-        self.a = nn.Parameter(torch.empty(*stack, rank, inputs, device=device))
-        self.b = nn.Parameter(torch.empty(*stack, outputs, rank, device=device))
-        if pissa:
-            self.a0 = nn.Parameter(torch.empty_like(self.a), requires_grad=False)
-            self.b0 = nn.Parameter(torch.empty_like(self.b), requires_grad=False)
-
-    @classmethod
-    def of(cls, module: nn.Module, rank: int, scale: float, **options: Any) -> Self:
-        """Return the update of a linear layer, an embedding or a stack of experts' matrices; see the class."""
-        if isinstance(module, StackedLinear):
-            *stack, outputs, inputs = module.weight.shape
-            return cls(inputs, outputs, rank, scale, stack=tuple(stack), device=module.weight.device, **options)
-        device = next(module.parameters()).device
-        if isinstance(module, Embedding):
-            return cls(module.num_embeddings, module.embedding_dim, rank, scale, of_embedding=True, device=device,
-                       **options)
-        assert isinstance(module, nn.Linear)
-        return cls(module.in_features, module.out_features, rank, scale, device=device, **options)
+    def __init__(self, adapter: Lora, name: str, module: nn.Module) -> None:
+        super().__init__(adapter, name, module)
+        _, self.scale = adapter.size(name)
+        self.pissa = adapter.start == "pissa"
+        self.of_embedding = isinstance(module, Embedding)
+        if self.of_embedding:
+            self.CUTS = {0: {"a": 1, "a0": 1}}  # type: ignore[misc]
 
     def forward(self, layer: nn.Module, base: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
         """Return the layer's output with the update.
@@ -114,9 +92,10 @@ class LowRank(nn.Module):
             return {}
         matrix = weight_OI.T if self.of_embedding else weight_OI
         u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-        root = s[..., :self.rank].sqrt()
-        a = (root[..., None] * v[..., :self.rank, :]).float()
-        b = (u[..., :self.rank] * root[..., None, :] / self.scale).float()
+        rank = self.a.shape[-2]
+        root = s[..., :rank].sqrt()
+        a = (root[..., None] * v[..., :rank, :]).float()
+        b = (u[..., :rank] * root[..., None, :] / self.scale).float()
         return {"a": a, "b": b, "a0": a, "b0": b}
 
     def difference(self, weight: torch.Tensor) -> torch.Tensor:
@@ -136,23 +115,10 @@ class LowRank(nn.Module):
 
 
 class Directed(LowRank):
-    """DoRA: rows of W + scale B A, each scaled to the length m.
+    """DoRA: rows of W + scale B A, each scaled to the length m."""
 
-    Args:
-        inputs: I.
-        outputs: O.
-        rank: R.
-        scale: factor of the update.
-        device: of the parameters.
-    """
-
-    LINEAR_CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"b": 0, "m": 0}, 1: {"a": 1}}
-    CAN_UNMERGE: ClassVar[bool] = False  # the lengths of the rows of W are lost
-
-    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, *,
-                 device: torch.device | str = "cpu") -> None:
-        super().__init__(inputs, outputs, rank, scale, device=device)
-        self.m = nn.Parameter(torch.empty(outputs, device=device))
+    m: nn.Parameter
+    CAN_UNMERGE = False  # the lengths of the rows of W are lost
 
     def forward(self, layer: nn.Module, base: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
         y = base(x, *others)

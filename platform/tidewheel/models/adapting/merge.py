@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.adapter import MARK, Adapter
+from tidewheel.models.adapter import Adapter
 from tidewheel.models.adapting import nf4
-from tidewheel.models.adapting.attach import adapted, attach, check, detach, put
+from tidewheel.models.adapting.attach import adapted, build, check, put
 from tidewheel.models.adapting.experts import StackedLinear
 from tidewheel.models.adapting.low_rank import Product
-from tidewheel.models.adapting.names import by_module, weight_name
+from tidewheel.models.adapting.names import by_module, parameter_name, weight_name
 from tidewheel.models.adapting.nf4 import Nf4Linear
 from tidewheel.models.blocks.embedding import Embedding
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.family import Model
 from tidewheel.parts import name_of
 
 Values = Mapping[str, torch.Tensor]
@@ -36,24 +37,58 @@ def add(model: Decoder, adapter: Adapter, values: Values) -> None:
     Raises:
         ConfigError: the values are of another adapter or another model.
     """
+    for _, module, added in _trained(model, adapter, values):
+        put(module, added)
+    adapter.prepare(model)
+
+
+@torch.no_grad()
+def _trained(model: Decoder, adapter: Adapter, values: Values) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Return (name, module, its trained adapter) of the targets; see `add`."""
     check(model, adapter)
-    weights = {name: layer.weight.detach() for name, layer in model.named_modules()
+    weights = {name: layer.weight for name, layer in model.named_modules()
                if isinstance(layer, nn.Linear) and not isinstance(layer, Nf4Linear)}
-    attach(model, adapter)
+    built = build(model, adapter)
     for name, layer in model.named_modules():
         if isinstance(layer, Nf4Linear) and name in weights:
             layer.fill(weights[name])
-    parameters = {name: parameter for name, parameter in model.named_parameters() if MARK in name}
+    for name, parameter in _parameters(built, values, "adapter").items():
+        parameter.copy_(values[name])
+    return built
+
+
+def check_values(config: Model, vocabulary_size: int, adapter: Adapter, values: Values, where: str) -> None:
+    """Check that a trained adapter fits a model.
+
+    Args:
+        config: of the model.
+        vocabulary_size: rows of its embedding.
+        adapter: the settings.
+        values: the parameters.
+        where: location for messages.
+
+    Raises:
+        ConfigError: the values are of other settings or another model.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, vocabulary_size)
+    check(model, adapter)
+    _parameters(build(model, adapter), values, where)
+
+
+def _parameters(built: list[tuple[str, nn.Module, nn.Module]], values: Values, where: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of an adapter, for which there are values of the same shapes, by name."""
+    parameters = {parameter_name(name, key): parameter
+                  for name, _, added in built for key, parameter in added.named_parameters()}
     if parameters.keys() != values.keys():
         odd = sorted(parameters.keys() ^ values.keys())
         raise ConfigError(f"{len(odd)} parameters belong only to the adapter's settings or only to its values, such as "
-                          f"{odd[0]}", where="adapter", fix="give the settings that the values were trained with")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != values[name].shape:
-                raise ConfigError(f"{name} is {list(values[name].shape)}, but {list(parameter.shape)} in this model",
-                                  where="adapter", fix="give the base and the ranks that it was trained with")
-            parameter.copy_(values[name])
+                          f"{odd[0]}", where=where, fix="give the settings that the values were trained with")
+    for name, parameter in parameters.items():
+        if parameter.shape != values[name].shape:
+            raise ConfigError(f"{name} is {list(values[name].shape)}, but {list(parameter.shape)} in this model",
+                              where=where, fix="give the base and the ranks that it was trained with")
+    return parameters
 
 
 @torch.no_grad()
@@ -197,10 +232,8 @@ def add_several(model: Decoder, adapters: Mapping[str, tuple[Adapter, Values]]) 
         if adapter.PLACE != "linear":
             raise ConfigError(f"{name}: only adapters of linear layers can be chosen by row, not "
                               f"{name_of(type(adapter))}", where="adapter", fix="merge it into a model of its own")
-        add(model, adapter, values)
-        for module_name, module, added in list(adapted(model)):
+        for module_name, module, added in _trained(model, adapter, values):
             members.setdefault(module_name, (module, {}))[1][name] = added
-            detach(module)
     for module, of_module in members.values():
         put(module, Several(of_module))
 

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.adapting.added import Added, Cuts
 from tidewheel.models.adapting.shards import own
 from tidewheel.models.attention import DocumentMask
 from tidewheel.models.decoder import Decoder
 
 
-class KeysAndValues(nn.Module):
-    """Keys and values of a layer, which every token of every document sees, [T, K, E].
+class KeysAndValues(Added):
+    """Keys and values of a layer, which every token of every document sees, [T, K E] of K heads of width E."""
 
-    Args:
-        tokens: T.
-        heads: K, key heads.
-        width: E, of a head.
-        device: of the parameters.
-    """
-
-    CUTS: ClassVar[dict[int, dict[str, int]]] = {0: {"keys": 1, "values": 1}}
-    """Tensor parallelism cuts heads, as it cuts the rows of the matrix of keys."""
-
-    def __init__(self, tokens: int, heads: int, width: int, *, device: torch.device | str = "cpu") -> None:
-        super().__init__()
-        self.keys = nn.Parameter(torch.empty(tokens, heads, width, device=device))
-        self.values = nn.Parameter(torch.empty(tokens, heads, width, device=device))
-
-    @classmethod
-    def of(cls, module: nn.Module, tokens: int) -> Self:
-        """Return the prefix of an attention layer; see the class."""
-        matrix, width = module.wk, int(module.head_dim)  # type: ignore[arg-type]
-        assert isinstance(matrix, nn.Linear)
-        return cls(tokens, matrix.out_features // width, width, device=next(module.parameters()).device)
+    keys: nn.Parameter
+    values: nn.Parameter
+    CUTS: ClassVar[Cuts] = {0: {"keys": 1, "values": 1}}  # between heads, as the rows of the matrix of keys
 
     def forward(self, layer: nn.Module, base: Any, x: torch.Tensor, rope: Any, mask: DocumentMask) -> torch.Tensor:
         """Return the attention's output with the prefix, given its mask of the tokens alone.
@@ -66,8 +49,9 @@ class KeysAndValues(nn.Module):
         return base(x, rope, dataclasses.replace(mask, dense=torch.cat((always, mask.dense), dim=3), keys=keys))
 
     @staticmethod
-    def _before(prefix_TKE: torch.Tensor, of_tokens_BKLE: torch.Tensor) -> torch.Tensor:
-        prefix = own(prefix_TKE).transpose(0, 1).to(of_tokens_BKLE.dtype)
+    def _before(prefix: torch.Tensor, of_tokens_BKLE: torch.Tensor) -> torch.Tensor:
+        prefix_TKE = own(prefix).unflatten(1, (-1, of_tokens_BKLE.shape[3]))
+        prefix = prefix_TKE.transpose(0, 1).to(of_tokens_BKLE.dtype)
         return torch.cat((prefix.expand(len(of_tokens_BKLE), -1, -1, -1), of_tokens_BKLE), dim=2)
 
 

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.adapting.added import Added
 from tidewheel.models.attention import DocumentMask
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.documents import Documents
 
 
-class Prompt(nn.Module):
-    """Embeddings [T, D] that are put before the first token of each row.
+class Prompt(Added):
+    """Embeddings [T, D] that are put before the first token of each row."""
 
-    Args:
-        tokens: T.
-        dim: D.
-        device: of the parameters.
-    """
-
-    CUTS: ClassVar[dict[int, dict[str, int]]] = {}
-
-    def __init__(self, tokens: int, dim: int, *, device: torch.device | str = "cpu") -> None:
-        super().__init__()
-        self.embeddings = nn.Parameter(torch.empty(tokens, dim, device=device))
-
-    @classmethod
-    def of(cls, module: nn.Module, tokens: int) -> Self:
-        """Return the prompt of an embedding; see the class."""
-        assert isinstance(module, nn.Embedding)
-        return cls(tokens, module.embedding_dim, device=module.weight.device)
+    embeddings: nn.Parameter
 
     def forward(self, layer: nn.Module, base: Any, *inputs: Any) -> torch.Tensor:
         """Return the prompt and the embeddings of the tokens, [B, T + L, D]."""

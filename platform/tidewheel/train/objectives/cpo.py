@@ -52,6 +52,4 @@ class CPO(PairObjective):
         else:
             losses = (chosen - rejected - 1 / (2 * self.beta)) ** 2
         nll = -policy.means[:, 0].sum()
-        return Sums(losses.sum() + self.sft_weight * nll, {
-            "rewards_chosen": self.beta * chosen.sum(), "rewards_rejected": self.beta * rejected.sum(),
-            "margins": margins.sum(), "accuracies": (margins > 0).sum(), "nll": nll})
+        return self.pair_sums(losses.sum() + self.sft_weight * nll, chosen, rejected, self.beta, nll=nll)

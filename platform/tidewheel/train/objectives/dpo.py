@@ -65,7 +65,6 @@ class DPO(ReferenceObjective):
         loss = losses.WITH_REFERENCE[self.loss](ratios).sum()
         if self.sft_weight:
             loss = loss - self.sft_weight * policy.means[:, 0].sum()
-        margins = self.beta * (chosen - rejected)
-        return Sums(loss, {"rewards_chosen": self.beta * chosen.sum(), "rewards_rejected": self.beta * rejected.sum(),
-                           "margins": margins.sum(), "accuracies": (margins > 0).sum(),
-                           "logps_chosen": policy.sums[:, 0].sum(), "logps_rejected": policy.sums[:, 1].sum()})
+        logps_chosen, logps_rejected = policy.sums[:, :2].sum(dim=0)
+        return self.pair_sums(loss, chosen, rejected, self.beta, logps_chosen=logps_chosen,
+                              logps_rejected=logps_rejected)

@@ -37,7 +37,5 @@ class ORPO(PairObjective):
         chosen, rejected = policy.means.unbind(dim=1)
         odds = log_odds_ratio(chosen, rejected)
         nll = -sequences.sum()
-        margins = self.beta * (chosen - rejected)
-        return Sums(nll - self.beta * F.logsigmoid(odds).sum(), {
-            "rewards_chosen": self.beta * chosen.sum(), "rewards_rejected": self.beta * rejected.sum(),
-            "margins": margins.sum(), "accuracies": (margins > 0).sum(), "nll": nll, "log_odds_ratio": odds.sum()})
+        return self.pair_sums(nll - self.beta * F.logsigmoid(odds).sum(), chosen, rejected, self.beta, nll=nll,
+                              log_odds_ratio=odds.sum())

@@ -69,8 +69,7 @@ class RewardModel(PairObjective):
         losses = -F.logsigmoid(chosen - rejected - margins)
         if self.center:
             losses = losses + self.center * (chosen + rejected) ** 2
-        return Sums(losses.sum(), {"rewards_chosen": chosen.sum(), "rewards_rejected": rejected.sum(),
-                                   "margins": (chosen - rejected).sum(), "accuracies": (chosen > rejected).sum()})
+        return self.pair_sums(losses, chosen, rejected)
 
     def _of_steps(self, values: torch.Tensor, labels: torch.Tensor) -> Sums:
         import torch.nn.functional as F

@@ -37,6 +37,4 @@ class SimPO(PairObjective):
         margins = self.beta * (chosen - rejected)
         nll = -chosen.sum()
         loss = smoothed(margins - self.gamma, self.label_smoothing).sum()
-        return Sums(loss + self.sft_weight * nll, {
-            "rewards_chosen": self.beta * chosen.sum(), "rewards_rejected": self.beta * rejected.sum(),
-            "margins": margins.sum(), "accuracies": (margins > 0).sum(), "nll": nll})
+        return self.pair_sums(loss + self.sft_weight * nll, chosen, rejected, self.beta, nll=nll)

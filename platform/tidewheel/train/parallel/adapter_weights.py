@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tidewheel.models.adapter import MARK
 from tidewheel.models.adapting.attach import adapted
 from tidewheel.models.adapting.experts import StackedLinear
-from tidewheel.models.adapting.nf4 import Nf4Linear
+from tidewheel.models.adapting.nf4 import Nf4Linear, decode, decode_scales
 from tidewheel.models.initial_values import normal_rows
 from tidewheel.train.parallel.initial_parts import Draw, fill, own_indices
 from tidewheel.train.parallel.model import ParallelModel
@@ -90,11 +90,8 @@ def whole_weight(layer: nn.Linear | nn.Embedding | StackedLinear) -> torch.Tenso
     """Return the whole matrix of a layer, gathered. All ranks that share it call this together."""
     if not isinstance(layer, Nf4Linear):
         return _whole(layer.weight.detach())
-    plain = Nf4Linear.__new__(Nf4Linear)
-    nn.Module.__init__(plain)
-    for name in ("codes", "steps", "rows"):
-        plain.register_parameter(name, nn.Parameter(_whole(getattr(layer, name).detach()), requires_grad=False))
-    return plain.weight
+    codes, steps, rows = (_whole(part.detach()) for part in (layer.codes, layer.steps, layer.rows))
+    return decode(codes, decode_scales(steps, rows))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

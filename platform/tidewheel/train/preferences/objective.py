@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from tidewheel.shards.manifest import PARTS, PREFERENCES
-from tidewheel.train.objective import Dimension, Objective
+from tidewheel.train.objective import Dimension, Objective, Sums
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
+    import torch
+
     from tidewheel.train.step import MicroBatch
 
 REWARDS = ("rewards_chosen", "rewards_rejected", "margins", "accuracies")
@@ -46,6 +48,21 @@ class PairObjective(Objective):
     def count(self, batch: MicroBatch) -> int:
         """Return the number of pairs."""
         return len(batch.tokens) // batch.parts
+
+    def pair_sums(self, losses: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor, beta: float = 1.0,
+                  **metrics: torch.Tensor) -> Sums:
+        """Return the sums of a micro-batch of P pairs.
+
+        Args:
+            losses: of the pairs, fp32 [P], or their sum.
+            chosen: rewards of the chosen answers in units of `beta`, fp32 [P].
+            rejected: the same of the rejected answers.
+            beta: factor of the rewards.
+            metrics: sums of further metrics than `REWARDS`.
+        """
+        margins = beta * (chosen - rejected)
+        return Sums(losses.sum(), {"rewards_chosen": beta * chosen.sum(), "rewards_rejected": beta * rejected.sum(),
+                                   "margins": margins.sum(), "accuracies": (margins > 0).sum(), **metrics})
 
 
 class ReferenceObjective(PairObjective):

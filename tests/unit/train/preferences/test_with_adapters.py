@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.unit.train.helpers import config, write_shards
 from tests.unit.train.preferences.pairs import pair_config, random_pairs, write_pairs
+from tidewheel import storage
 from tidewheel.checkpoint import conversion
-from tidewheel.checkpoint.adapter_files import export_adapter
+from tidewheel.checkpoint.adapter_files import export_adapter, import_adapter
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate
 from tidewheel.cli import run_command
@@ -19,6 +21,8 @@ from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.inference.judges import RewardModelJudge
 from tidewheel.inference.reference import ReferenceModel, make
+from tidewheel.inference.writer import Writer
+from tidewheel.models.adapting import peft_files
 
 LORA = ("adapter.kind=lora", "adapter.rank=2")
 
@@ -66,30 +70,92 @@ def test_an_adapter_that_moves_positions_needs_a_column(folder: Path):
 
 HEADS = {"outcome": ("AutoModelForSequenceClassification", ()),
          "process": ("AutoModelForTokenClassification", ("objective.head=process", "objective.step_token=5"))}
+TOKENS = torch.tensor([7, 5, 9, 11, 5, 13])
+"""A prompt of two tokens and an answer. 5 ends a step."""
+
+
+def their_reward(model: torch.nn.Module, head: str) -> float:
+    """Return the reward of `TOKENS` that transformers computes."""
+    with torch.no_grad():
+        values = model(input_ids=TOKENS[None]).logits.flatten()
+    return float(values[0] if head == "outcome" else values[torch.tensor([4, 5])].mean())
+
+
+def reward(folder: Path, run: str) -> float:
+    """Return the reward of `TOKENS` by the reward model of a run."""
+    template = folder / "template.jinja"
+    template.write_text("{%- for message in messages %}{{- message.content }}{%- endfor %}")
+    return RewardModelJudge(run, str(template), device="cpu")._reward(TOKENS, 2)
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_peft_reads_a_reward_models_adapter_with_its_head(folder: Path, head: str):
+def test_the_head_of_a_reward_model_goes_to_peft_and_back_with_its_adapter(folder: Path, head: str):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     kind, settings = HEADS[head]
-    wanted = pair_config(folder, f"peft-{head}", *LORA, "objective.kind=reward_model", "steps=2", *settings,
-                         f"model.init_from={folder}/runs/base", "optimizer.learning_rate=0.1")
-    fit_local(wanted)
-    written, whole = str(folder / f"peft-{head}-adapter"), str(folder / f"peft-{head}-base")
-    export_adapter(wanted.run_uri, written)
+    whole, written, imported = (str(folder / f"{name}-{head}") for name in ("base", "theirs", "imported"))
     conversion.export(f"{folder}/runs/base", whole)
-    base = getattr(transformers, kind).from_pretrained(whole, num_labels=1, pad_token_id=0, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, written).eval()
-    tokens = torch.tensor([[7, 5, 9, 11, 5, 13]])
-    template = folder / "template.jinja"
-    template.write_text("{%- for message in messages %}{{- message.content }}{%- endfor %}")
-    with torch.no_grad():
-        values = theirs(input_ids=tokens).logits.flatten()
-    ours = RewardModelJudge(wanted.run_uri, str(template), device="cpu")._reward(tokens[0], 2)
-    ends = torch.tensor([4, 5])  # the step token in the answer, and the last token
-    expected = values[0] if head == "outcome" else values[ends].mean()
-    assert ours == pytest.approx(float(expected), rel=1e-5)
-    assert abs(ours) > 1e-4
+
+    def base() -> torch.nn.Module:
+        """Return the base with a random head."""
+        loaded = getattr(transformers, kind).from_pretrained(whole, num_labels=1, pad_token_id=0, dtype=torch.float32)
+        return loaded.eval()
+
+    torch.manual_seed(0)
+    task = {"outcome": "SEQ_CLS", "process": "TOKEN_CLS"}[head]
+    lora = peft.LoraConfig(r=2, task_type=task, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(base(), lora).eval()
+    theirs.save_pretrained(written)
+    expected = their_reward(theirs, head)
+    assert import_adapter(written, f"{folder}/runs/base", imported)["objective"]["head"] == head
+    start = (*LORA, "adapter.alpha=8", "adapter.targets=[wq, w2]", f"adapter.init_from={imported}", "steps=1",
+             "objective.kind=reward_model", *settings, f"model.init_from={folder}/runs/base")
+    wanted = pair_config(folder, f"from-peft-{head}", *start, "optimizer.learning_rate=1e-9")
+    fit_local(wanted)
+    assert abs(expected) > 1e-4
+    assert reward(folder, wanted.run_uri) == pytest.approx(expected, rel=1e-5)
+    for name, source in (("imported", imported), ("trained", wanted.run_uri)):
+        export_adapter(source, f"{written}-{name}")
+        again = peft.PeftModel.from_pretrained(base(), f"{written}-{name}").eval()
+        assert their_reward(again, head) == pytest.approx(expected, rel=1e-5), name
+    with pytest.raises(ConfigError, match=r"there is no run.json"):
+        reward(folder, imported)
+    with pytest.raises(TidewheelError, match="a decoder is expected"):
+        fit_local(config(folder, f"decoder-{head}", *start[:5], f"model.init_from={folder}/runs/base",
+                         "data.validation=''"))
+
+
+def test_a_head_that_does_not_fit_is_refused(folder: Path):
+    wanted = pair_config(folder, "head", *LORA, "objective.kind=reward_model", "steps=1")
+    fit_local(wanted)
+    written = storage.store(str(folder / "head"))
+    export_adapter(wanted.run_uri, written.uri)
+    settings = written.read_json(peft_files.CONFIG)
+    weights = safetensors.torch.load(written.read(peft_files.WEIGHTS))
+    score = f"{peft_files.PREFIX}score"
+    changes: dict[str, tuple[dict, dict[str, torch.Tensor | None]]] = {
+        "2 labels": ({}, {f"{score}.weight": torch.ones(2, 32)}),
+        r"the head is \[1, 48\], a head of this model is \[1, 32\]": ({}, {f"{score}.weight": torch.ones(1, 48)}),
+        "score.weight is missing": ({}, {f"{score}.weight": None}),
+        "score.bias is 2; heads here have none": ({"task_type": "TOKEN_CLS"}, {f"{score}.bias": torch.full((1,), 2.0)}),
+        "task_type None does not say": ({"task_type": None}, {}),
+        "not supported: modules_to_save": ({"modules_to_save": ["score", "embed_tokens"]}, {})}
+    for message, (other_settings, other_weights) in changes.items():
+        written.write_json(peft_files.CONFIG, {**settings, **other_settings})
+        tensors = {name: value for name, value in {**weights, **other_weights}.items() if value is not None}
+        written.write(peft_files.WEIGHTS, safetensors.torch.save(tensors))
+        with pytest.raises(ConfigError, match=message):
+            peft_files.read_with_head(written, wanted.model)
+    written.write_json(peft_files.CONFIG, settings)
+    written.write(peft_files.WEIGHTS, safetensors.torch.save(weights))
+    with pytest.raises(ConfigError, match="a decoder is expected"):
+        peft_files.read(written, wanted.model)
+    fit_local(config(folder, "wide", "steps=1", "model.dim=64", "data.validation=''", "evaluation.sample_tokens=0"))
+    with pytest.raises(ConfigError, match=r"the head is \[1, 32\], a head of this model is \[1, 64\]"):
+        import_adapter(written.uri, f"{folder}/runs/wide", str(folder / "nowhere"))
+    fit_local(config(folder, "slim", "steps=1", "model.ffn_dim=32", "data.validation=''", "evaluation.sample_tokens=0"))
+    with pytest.raises(ConfigError, match=r"w1.adapter.b is .*, but .* in this model"):
+        import_adapter(written.uri, f"{folder}/runs/slim", str(folder / "nowhere"))
+    assert not (folder / "nowhere").exists()
 
 
 def test_a_reward_models_head_is_trained_and_kept_with_its_adapter(folder: Path):
@@ -115,6 +181,8 @@ def test_a_reward_models_head_is_trained_and_kept_with_its_adapter(folder: Path)
     straight = fit_local(pair_config(folder, "straight", *start, "steps=4"))
     assert straight.steps == 4
     assert run_command(["evaluate", wanted.run_uri]) == 0
+    with pytest.raises(TidewheelError, match="a decoder is expected"):
+        Writer.open(f"{folder}/runs/base", adapters={"rewards": wanted.run_uri})
     template = folder / "template.jinja"
     template.write_text("{%- for message in messages %}{{- message.content + ' ' }}{%- endfor %}")
     scores = RewardModelJudge(wanted.run_uri, str(template), device="cpu").judge("abc", ["de", "fghi"]).scores
