@@ -26,6 +26,7 @@ from tidewheel.commands import (
     data,
     evaluate,
     generate,
+    import_config,
     judge,
     k8s,
     lm_eval,
@@ -64,6 +65,7 @@ app.command(cluster.submit)
 app.command(logs.logs)
 app.command(evaluate.evaluate)
 app.command(generate.generate)
+app.command(import_config.import_config)
 app.command(judge.judge)
 app.command(lm_eval.lm_eval)
 app.command(reference.reference)
