@@ -29,6 +29,7 @@ from tidewheel.commands import (
     import_config,
     judge,
     k8s,
+    launch,
     lm_eval,
     logs,
     plan,
@@ -59,7 +60,7 @@ app = cyclopts.App(
                   "few minutes.",
 )
 for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.cluster_app, cluster.job_app,
-            rollouts.app, workflow.app):
+            rollouts.app, workflow.app, launch.slurm_app, launch.sky_app, launch.anyscale_app):
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)

@@ -9,7 +9,8 @@ from tidewheel.imports.writing import markdown
 HEAD = """# Keys of other tools
 
 `python -m tidewheel.imports > docs/coming_from_keys.md` writes this page from the tables in
-`platform/tidewheel/imports/`, and a test compares the two. [Coming from another tool](coming_from.md) shows how to convert a file.
+`platform/tidewheel/imports/`, and a test compares the two.
+[Coming from another tool](coming_from.md) shows how to convert a file.
 """
 
 

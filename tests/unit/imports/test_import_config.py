@@ -230,8 +230,8 @@ def test_megatron_has_the_model_and_the_schedule(tmp_path):
 @pytest.mark.parametrize(("line", "kind"), [
     ("--num-experts 8 --moe-router-topk 2", "mixtral"), ("--num-experts 8 --qk-layernorm", "qwen3_moe")])
 def test_megatron_experts(line, kind):
-    text = ("pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu "
-            "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights " + line)
+    text = ("pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm "
+            "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights " + line)
     settings = imported("megatron", text).settings
     assert settings["model"]["kind"] == kind
     assert isinstance(families.KIND.build(kind), MixtureFamily)
