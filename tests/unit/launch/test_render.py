@@ -175,6 +175,43 @@ sleep 60 > /dev/null 2>&1 & wait
     assert "scontrol requeue 4242" in calls
 
 
+@pytest.mark.parametrize(("signal_name", "code", "requeued"), [
+    ("USR1", 143, True), ("TERM", 143, False), ("", 3, False)])
+def test_nodes_start_and_end_with_the_run(signal_name, code, requeued, tmp_path):
+    """With stand-ins for `ray`, a head that listens and a node that joins, and for `tidewheel`."""
+    environment = stand_ins.install(tmp_path / "bin")
+    programs = {"ray": """#!/bin/bash
+echo "$RAY_AUTH_MODE $(wc -c < "$RAY_AUTH_TOKEN_PATH") $(stat -c %a "$RAY_AUTH_TOKEN_PATH")" >> "$STAND_IN_LOG"
+echo "ray $*" >> "$STAND_IN_LOG"
+if [[ "$*" == *--head* ]]; then exec python -c "
+import socket, time
+server = socket.create_server(('127.0.0.2', 24243))
+while True: server.accept()"; fi
+exec sleep 600
+""", "tidewheel": f"""#!/bin/bash
+echo "tidewheel $* RAY_ADDRESS=$RAY_ADDRESS" >> "$STAND_IN_LOG"
+until grep -q "^ray start --address" "$STAND_IN_LOG"; do sleep 0.1; done
+trap 'exit 143' TERM
+if [ -n "{signal_name}" ]; then kill "-{signal_name}" "$BATCH"; sleep 60 > /dev/null 2>&1 & wait; fi
+exit 3
+"""}
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = tmp_path / "job.sh"
+    script.write_text(slurm.render(job()).replace("set -euo pipefail", "set -euo pipefail\nexport BATCH=$$", 1))
+    done = subprocess.run(["bash", str(script)], cwd=tmp_path, timeout=120, capture_output=True, text=True, env={
+        **environment, "SLURM_JOB_ID": "4243", "SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": str(tmp_path)})
+    calls = (tmp_path / "bin/scontrol.log").read_text().splitlines()
+    assert done.returncode == code, done.stderr
+    assert sum("ray start --head --port=24243" in line and "--include-dashboard=false" in line for line in calls) == 1
+    assert sum("ray start --address=127.0.0.2:24243" in line and "=127.0.0.3" in line for line in calls) == 1
+    assert len([line for line in calls if line == "token 64 600"]) == 2
+    assert any(line.endswith("RAY_ADDRESS=127.0.0.2:24243") for line in calls)
+    assert ("scontrol requeue 4243" in calls) == requeued
+    assert not (tmp_path / ".tidewheel-slurm/4243/token").exists()
+
+
 def test_workers_per_node():
     workers.check(config(elastic={"min_workers": 8, "max_workers": 8}), nodes=2, cpus=4, gpus=0)
     with pytest.raises(ConfigError, match="hold 4 workers"):
