@@ -23,7 +23,7 @@ TASKS = ("first_run", "csv_to_model", "bring_your_data", "inputs", "clean_text",
          "on_kubernetes", "spot_training", "recover", "write_a_filter",
          "write_an_optimizer", "write_an_objective", "write_a_callback", "write_a_reward", "add_a_model",
          "long_context", "sft", "preferences", "distillation",
-         "adapters", "evaluation", "reinforcement", "write_an_environment")
+         "adapters", "evaluation", "reinforcement", "write_an_environment", "coming_from")
 #: Programs of blocks that are not run, because they need a cloud, an API server or a container engine.
 OUTSIDE = ("kubectl", "docker", "helm", "aws", "gcloud", "ray up")
 NOT_RUN = re.compile(r"[Nn]ot run by the tests, which have no [^:]+:$")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tidewheel.models.config import Rope
     from tidewheel.models.costs import FeedForwardShape, LayerCosts
     from tidewheel.models.family import Cut, Model
+    from tidewheel.models.own_module import OwnModule
     from tidewheel.rewards.scoring.base import Failure, Reward, Sample, Scores
     from tidewheel.rewards.scoring.process import RewardProcess
     from tidewheel.storage import Store
@@ -72,6 +73,7 @@ _HOMES = {
     "LayerCosts": "tidewheel.models.costs",
     "Rope": "tidewheel.models.config",
     "Model": "tidewheel.models.family",
+    "OwnModule": "tidewheel.models.own_module",
     "FileHead": "tidewheel.data.reader",
     "FileMatch": "tidewheel.data.reader",
     "Reader": "tidewheel.data.reader",
@@ -121,10 +123,10 @@ _MODULES = {
 
 __all__ = ["Adapter", "Batch", "Call", "Callback", "Cut", "Document", "Environment", "Evaluate", "Export", "Failure",
            "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model",
-           "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reply", "Reward",
-           "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage",
-           "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts",
-           "Worker", "Workflow", "adapters", "callbacks", "environments", "filters", "models", "objectives",
+           "Objective", "Optimizer", "Outputs", "OwnModule", "Pipeline", "Reader", "Record", "Reference", "Reply",
+           "Reward", "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step",
+           "Storage", "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
+           "Verdicts", "Worker", "Workflow", "adapters", "callbacks", "environments", "filters", "models", "objectives",
            "optimizers", "rewards", "schedules", "sweep", "trackers"]
 
 

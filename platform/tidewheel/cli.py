@@ -26,8 +26,10 @@ from tidewheel.commands import (
     data,
     evaluate,
     generate,
+    import_config,
     judge,
     k8s,
+    launch,
     lm_eval,
     logs,
     plan,
@@ -58,12 +60,13 @@ app = cyclopts.App(
                   "few minutes.",
 )
 for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.cluster_app, cluster.job_app,
-            rollouts.app, workflow.app):
+            rollouts.app, workflow.app, launch.slurm_app, launch.sky_app, launch.anyscale_app):
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)
 app.command(evaluate.evaluate)
 app.command(generate.generate)
+app.command(import_config.import_config)
 app.command(judge.judge)
 app.command(lm_eval.lm_eval)
 app.command(reference.reference)

@@ -8,6 +8,7 @@ from tidewheel.checkpoint.verify import locate
 from tidewheel.errors import CheckpointError
 from tidewheel.models import families
 from tidewheel.models.family import Model
+from tidewheel.models.own_module import OwnModule
 from tidewheel.train.runtime import Described
 
 
@@ -27,9 +28,12 @@ def model_of(manifest: CheckpointManifest, where: str, *, any_head: bool = False
         raise CheckpointError(f"a model of objective {head}, whose head gives no logits; a decoder is expected",
                               where=where, fix="give a checkpoint of a decoder; `tidewheel evaluate` takes this one")
     try:
-        base = base_of(manifest)
+        base, identity = base_of(manifest), manifest.extra["identity"]
+        model = families.of_shape(identity["model"])
+        if isinstance(model, OwnModule):  # whose names of tensors say nothing
+            return model, model.vocabulary_size or int(identity["vocabulary_size"])
         rows = manifest.tensors["model/embedding.weight"].shape[0] if base is None else base.vocabulary_size
-        return families.of_shape(manifest.extra["identity"]["model"]), rows
+        return model, rows
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its model is not known: {' '.join(str(error).split())[:200]}", where=where,
                               fix="use the version of Tidewheel that wrote it") from None

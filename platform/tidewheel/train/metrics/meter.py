@@ -65,6 +65,6 @@ class Meter:
             "time": time.time(), "tokens_per_second": speed, "tokens_per_second_per_worker": speed / self.world_size,
             "step_seconds": sums["seconds"] / steps, "data_wait_seconds": sums["waited"] / steps,
             **memory(self.device)}
-        if self.peak:
+        if self.peak and self.flops_per_token:
             line["mfu"] = speed * self.flops_per_token / (self.peak * self.world_size)
         return line

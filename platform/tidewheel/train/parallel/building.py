@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tidewheel.errors import ConfigError
 from tidewheel.models.adapting import attach
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.own_module import OwnModule
+from tidewheel.models.wrapped import Wrapped
 from tidewheel.train import fp8, memory
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.compile import compile_blocks
@@ -58,7 +60,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime, mesh: Mes
     device = torch.device(runtime.device)
     if parallel.async_tensor:
         async_tensor.check(mesh.group("tensor"), device, runtime.node)
-    with torch.device("meta"):
+    with torch.device("cpu" if isinstance(config.model, OwnModule) else "meta"):
         whole = decoder_of(config, vocabulary_size)
     if config.parameters == "bf16":
         whole.to(torch.bfloat16)
@@ -101,10 +103,14 @@ def _complete(config: TrainConfig, runtime: Runtime, model: ParallelModel) -> Pa
 def decoder_of(config: TrainConfig, vocabulary_size: int) -> Decoder:
     """Return the decoder of a run, with the objective's head in the place of the output matrix or beside it.
 
+    A module of the user's own takes its place, with its initial values.
+
     Args:
         config: of the run.
         vocabulary_size: rows of the embedding.
     """
+    if isinstance(config.model, OwnModule):
+        return cast(Decoder, Wrapped(config.model, vocabulary_size, config.objective.token_loss(), config.seed))
     head = config.objective.HEAD
     if not head:
         decoder = Decoder(config.model, vocabulary_size, config.objective.token_loss())
@@ -156,12 +162,15 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
     memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))
+    if isinstance(part, Wrapped):  # it has values already; `to_empty` would also untie what layers share
+        part.to(device)
     if shards is not None:
         return _fully_sharded(part, config, mesh, shards, device, num_parameters, order)
     if parallel.offload:
         raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",
                           where="parallel.offload", fix="leave it out, or start more workers")
-    part.to_empty(device=device)
+    if not isinstance(part, Wrapped):
+        part.to_empty(device=device)
     if frozen:
         return SingleProcess(part)
     group = mesh.of(*GRADIENTS)
@@ -199,7 +208,8 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
             parallel.data == "auto" and _large(config, num_parameters)),
         reduce_always=reduces_always(config, mesh, num_parameters), offload=parallel.offload, precision=precision,
         **ordered)
-    part.to_empty(device="cpu" if parallel.offload else device)
+    if not isinstance(part, Wrapped):
+        part.to_empty(device="cpu" if parallel.offload else device)
     return data
 
 

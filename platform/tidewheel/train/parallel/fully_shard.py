@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.moe.experts import Experts
+from tidewheel.models.wrapped import Wrapped
 from tidewheel.train import fp8
 from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks
 from tidewheel.train.parallel.expert import ShardedExperts, placement
@@ -179,7 +180,7 @@ def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, res
                     **settings)
         for nested in unit.inside:
             _gather_with(nested, unit.modules[0])
-    tied = part.embedding is not None and part.norm is not None and part.output is None
+    tied = isinstance(part, Wrapped) or (part.embedding is not None and part.norm is not None and part.output is None)
     first, last = [], []
     if tied:
         first = [_Unit((part,), is_end=True)]

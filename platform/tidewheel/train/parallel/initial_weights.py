@@ -6,6 +6,7 @@ import torch
 
 from tidewheel.models.adapter import MARK
 from tidewheel.models.initial_values import init_rows
+from tidewheel.models.own_module import OwnModule
 from tidewheel.train.parallel import adapter_weights
 from tidewheel.train.parallel.initial_parts import Draw, fill
 from tidewheel.train.parallel.model import ParallelModel
@@ -15,8 +16,11 @@ from tidewheel.train.parallel.model import ParallelModel
 def init_weights(model: ParallelModel, seed: int) -> None:
     """Initialise every parameter, and set buffers to 0.
 
-    Each rank draws the rows that it holds, one parameter at a time, on CPU.
+    Each rank draws the rows that it holds, one parameter at a time, on CPU. A module of the user's own was built with
+    its initial values, from the same seed on every rank.
     """
+    if isinstance(model.config, OwnModule):
+        return
     if model.adapter is not None:
         init_base(model, seed)
         adapter_weights.init_adapter(model, seed)

@@ -11,6 +11,7 @@ from tidewheel.models.family import Model
 from tidewheel.models.moe.config import MixtureOfExperts
 from tidewheel.parts import name_of
 from tidewheel.train import objective
+from tidewheel.train.parallel import own_module
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
 from tidewheel.train.reproducible import requirements as reproducible
@@ -70,8 +71,9 @@ def schedule(config: TrainConfig, world_size: int) -> str | None:
 def reason_against(config: TrainConfig) -> str | None:
     """Return why a configuration is illegal, or None. `check_data` and `check_world` check what is known later."""
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
-    return (objective.reason_against(config.objective, mesh) or _zero_bubble(config) or _kernels(config)
-            or _fp8(config) or _async_tensor(config) or _lengths(config) or _adapter(config) or _workers(config)
+    return (own_module.reason_against(config) or objective.reason_against(config.objective, mesh)
+            or _zero_bubble(config) or _kernels(config) or _fp8(config) or _async_tensor(config) or _lengths(config)
+            or _adapter(config) or _workers(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
