@@ -1,12 +1,15 @@
-"""Check that the other models of a new run fit it: the reference model of preferences, and a live teacher."""
+"""Check that what a new run starts from fits it: the reference model of preferences, a live teacher, and its parent."""
 
 from __future__ import annotations
 
 from tidewheel.checkpoint.digest import digest
 from tidewheel.checkpoint.models import describe
+from tidewheel.checkpoint.verify import of_step
 from tidewheel.errors import ConfigError
+from tidewheel.ownership import CHECKPOINTS
 from tidewheel.shards.columns import SHOWN
-from tidewheel.train import checks
+from tidewheel.storage import store
+from tidewheel.train import branching, checks
 from tidewheel.train.preferences.objective import ReferenceObjective
 from tidewheel.train.run import Run
 from tidewheel.train.teacher_config import live_teacher
@@ -15,6 +18,8 @@ from tidewheel.train.teacher_config import live_teacher
 def check_start(run: Run) -> None:
     """Compare the model that a new run starts from with the reference model of its data, and check a live teacher.
 
+    A branch's parent must have the checkpoint, and what defines a run in common with it.
+
     A run that has started before is not compared: its checkpoints name the reference (`train.checks.identity`).
 
     Raises:
@@ -22,6 +27,10 @@ def check_start(run: Run) -> None:
         CheckpointError: there is no checkpoint at `model.init_from` or `objective.teacher`, or it is damaged.
     """
     config = run.config
+    branching.check_new(config, run.store)
+    if config.run.branch and not run.store.exists("run.json"):
+        branch = branching.Branch.parse(config.run.branch)
+        of_step(store(branch.uri).child(CHECKPOINTS), branch.step)
     objective = config.objective
     if uri := live_teacher(config):
         source, _ = run.data()

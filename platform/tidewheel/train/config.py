@@ -18,6 +18,7 @@ from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import ROLLOUTS
 from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.batch_config import BatchConfig
+from tidewheel.train.branching import Branch
 from tidewheel.train.callbacks import DEFAULT as CALLBACKS
 from tidewheel.train.callbacks import ChosenCallback
 from tidewheel.train.checkpoint_config import CheckpointConfig
@@ -39,6 +40,16 @@ class RunConfig(Config):
     """Name of the run, one folder."""
     uri: str = "runs"
     """Folder of runs, local or s3://; the run is below it under its id."""
+    branch: str = ""
+    """Begin with the whole state of another run, which is only read: RUN@STEP, with the URI of the run, or its id if it
+    is in the same folder, and the step of one of its checkpoints. The data go on where the parent stood."""
+
+    @pydantic.field_validator("branch")
+    @classmethod
+    def _parent(cls, value: str) -> str:
+        if value:
+            Branch.parse(value)
+        return value
 
 
 class DataConfig(Config):
@@ -453,6 +464,8 @@ class TrainConfig(Config):
                 values["loss" if group == "objective" else group] = kept  # its former name: recipes keep their hash
         for name in ("generators", "prompts", "tokenizer", "replay"):  # the set of rollouts has the content's hashes
             values.get("rollouts", {}).pop(name, None)
+        if self.run.branch:
+            values["branch"] = self.run.branch
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.decisive()

@@ -274,12 +274,7 @@ class Loop:
 
     def _enqueue(self, step: int, batch: RankBatch) -> StartedStep:
         training, config = self._training, self._training.config
-        done, total = step, config.steps
-        if config.schedule.unit == "tokens":
-            length, sizes = training.source.manifest.sequence_length, training.positions.sizes
-            done, total = sizes.total(step) * length, sizes.total(config.steps) * length
-        training.optimizer.set_learning_rate(
-            config.schedule.learning_rate(done, total, config.optimizer.learning_rate))
+        training.optimizer.set_learning_rate(training.rates.of(step))
         return start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
                           virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
                           precision=config.precision, loss_scale=training.loss_scale,

@@ -26,6 +26,7 @@ from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.parallel import ParallelModel, teacher
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale
+from tidewheel.train.rates import Rates
 from tidewheel.train.record import RunRecord
 from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
@@ -52,6 +53,7 @@ class Training:
     record: RunRecord
     positions: Positions
     progress: Progress
+    rates: Rates
     base: dict[str, Any] | None = None
     """Of an adapter's run: URI, hash and vocabulary size of the frozen model, which checkpoints name."""
     teacher: dict[str, Any] | None = None
@@ -95,7 +97,8 @@ class Training:
                    optimizer=build_optimizer(model, config.optimizer),
                    loss_scale=LossScale() if config.precision == "fp16" else None, reader=reader,
                    record=RunRecord(run.store, runtime.generation, runtime.history),
-                   positions=positions, progress=Progress())
+                   positions=positions, progress=Progress(),
+                   rates=Rates(config, source.manifest.sequence_length))
 
     @property
     def leads(self) -> bool:

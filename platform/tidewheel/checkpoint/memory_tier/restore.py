@@ -34,7 +34,7 @@ from tidewheel.checkpoint.memory_tier.table import Piece
 from tidewheel.checkpoint.staging import flatten
 from tidewheel.errors import CheckpointError
 
-__all__ = ["Inventory", "Recoverable", "candidates", "inventory", "load", "newest_complete"]
+__all__ = ["Inventory", "Recoverable", "candidates", "describe", "inventory", "load", "newest_complete"]
 
 READERS = 4
 """Windows read at a time."""
@@ -91,6 +91,18 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
     if problem is not None:
         raise problem
     return extra
+
+
+def describe(recoverable: Recoverable) -> dict[str, Any] | None:
+    """Return the `extra` of a step without its tensors; None if it is damaged or gone, as a load then reports."""
+    part = PartReader(recoverable.copies[0], recoverable.run_token, None)
+    try:
+        part.describe()
+    except CheckpointError:
+        return None
+    finally:
+        part.close()
+    return part.extra
 
 
 def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | None) -> dict[str, Any]:
