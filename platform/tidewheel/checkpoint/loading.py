@@ -13,7 +13,7 @@ from tidewheel import storage
 from tidewheel.checkpoint.dcp import Reader, load_planner
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest
 from tidewheel.checkpoint.peers import Peers
-from tidewheel.checkpoint.staging import dtype_name
+from tidewheel.checkpoint.staging import dtype_name, without_absent
 from tidewheel.checkpoint.verify import list_checkpoints, locate, of_step, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
 from tidewheel.ownership import CHECKPOINTS
@@ -168,6 +168,7 @@ def _manifest(store: Store, peers: Peers, name: str) -> CheckpointManifest:
 def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
           convert: bool = False) -> None:
     where = store.at(name)
+    flat = without_absent(flat, manifest.tensors)
     misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
     if misfits:
         raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,

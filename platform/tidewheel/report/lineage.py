@@ -6,7 +6,7 @@ from typing import Any
 
 from tidewheel.report.page import Html, shorten, table, tag
 
-NOTE = "The run began with the whole state that its parent had at this step, and goes on in the parent's data from there."
+NOTE = "The run began with the whole state that its parent had at this step, and its data go on from there."
 
 
 def section(run: dict[str, Any]) -> list[Html]:

@@ -17,6 +17,7 @@ from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import ROLLOUTS
 from tidewheel.train import objectives, optimizers, schedules
+from tidewheel.train.average import Average
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.branching import Branch
 from tidewheel.train.callbacks import DEFAULT as CALLBACKS
@@ -350,6 +351,10 @@ class TrainConfig(Config):
         if self.evaluation.separate and self.checkpoint.keep_best:
             raise ValueError("checkpoint.keep_best needs the validation loss when a checkpoint is saved, but "
                              "evaluation.separate finds it later; nearest legal choice: evaluation.separate false")
+        if self.evaluation.separate and any(isinstance(callback, Average) for callback in self.callbacks):
+            raise ValueError("averages of the parameters are evaluated by the run's own workers, but "
+                             "evaluation.separate leaves that to another process; nearest legal choice: "
+                             "evaluation.separate false")
         if self.objective.VALUES and self.adapter is not None:
             raise ValueError(f"objective.kind {name_of(type(self.objective))} trains a value head on the whole model; "
                              "nearest legal choice: no adapter")

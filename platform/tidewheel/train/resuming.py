@@ -64,6 +64,7 @@ class Resuming:
         if extra is None:
             self._set_weights()
             training.optimizer.started()
+            training.averages.begin(0)
             if training.config.guards.may_roll_back:
                 self._saving.save(0)
             return None
@@ -100,6 +101,8 @@ class Resuming:
             training.loss_scale.restore(extra["loss_scale"])
         training.optimizer.restored()
         training.model.refresh()
+        if begun := training.averages.begin(progress.step, extra.get("averages")):
+            training.event("average_began", step=progress.step, averages=begun)
 
     def _set_base(self) -> None:
         """Set the frozen base of an adapter, which the run's own checkpoints do not hold."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from tidewheel.train.parallel.kept_base import KeptBase
 
 
+AVERAGE = "average"
+"""Group of a state whose tensors a checkpoint may lack: the averages of the parameters (`train.averages`)."""
+
+
 @dataclass(frozen=True)
 class Saves:
     """State of a run's saves."""
@@ -70,7 +74,10 @@ class Described:
 
 
 class Checkpointer(Protocol):
-    """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
+    """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks.
+
+    A checkpoint may lack tensors of the group `AVERAGE`; a load then leaves them as they are.
+    """
 
     def load_latest(self, state: dict[str, Any],
                     usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:

@@ -70,7 +70,7 @@ class Saving:
 
         It changes nothing, so `ask` decides when the step comes.
         """
-        control, saves = self._training.runtime.control, self._checkpoints.saves()
+        control = self._training.runtime.control
         stop = control.poll()
         due = self._schedule is not None and self._is_due(step, self._schedule)
         return stop or due or control.save_requested() or self._checkpoints.keeps(step)
@@ -180,6 +180,7 @@ class Saving:
             **({} if training.base is None else {"base": training.base}),
             **({} if training.teacher is None else {"teacher": training.teacher}),
             **({"before_decay": True} if self.continuing.is_before_decay(step) else {}),
+            **({"averages": averages} if (averages := training.averages.extra()) else {}),
             "step": step, "position": training.positions.end(step), "tokens": progress.tokens,
             "loss": progress.loss, "guard": self._guard.state(),
             "validation_loss": progress.validation_loss if progress.validated == step else None,

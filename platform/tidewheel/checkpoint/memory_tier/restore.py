@@ -31,7 +31,7 @@ from tidewheel.checkpoint.memory_tier.part_reader import FALLBACK, PartReader
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.slots import BLOCK_BYTES
 from tidewheel.checkpoint.memory_tier.table import Piece
-from tidewheel.checkpoint.staging import flatten
+from tidewheel.checkpoint.staging import flatten, without_absent
 from tidewheel.errors import CheckpointError
 
 __all__ = ["Inventory", "Recoverable", "candidates", "describe", "inventory", "load", "newest_complete"]
@@ -140,6 +140,7 @@ def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader],
             if (piece.name, piece.offsets) not in sources:
                 sources[piece.name, piece.offsets] = rank, piece
                 boxes[piece.name].append(piece)
+    flat = without_absent(dict(flat), boxes)
     for name, tensor in flat.items():
         if name not in boxes:
             raise CheckpointError(f"{name} is not in the snapshot", where=where, fix=FALLBACK)
