@@ -122,12 +122,12 @@ _MODULES = {
 }
 
 __all__ = ["Adapter", "Average", "Batch", "Call", "Callback", "Cut", "Document", "Environment", "Evaluate", "Export",
-           "Failure", "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model",
-           "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reply", "Reward",
-           "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage",
-           "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts",
-           "Worker", "Workflow", "adapters", "callbacks", "environments", "filters", "models", "objectives",
-           "optimizers", "rewards", "schedules", "sweep", "trackers"]
+           "Failure", "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch",
+           "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Reference", "Reply",
+           "Reward", "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step",
+           "Storage", "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
+           "Verdicts", "Worker", "Workflow", "adapters", "callbacks", "environments", "filters", "models",
+           "objectives", "optimizers", "rewards", "schedules", "sweep", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake
