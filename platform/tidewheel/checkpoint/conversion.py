@@ -228,7 +228,8 @@ def read_stored(checkpoints: Store, name: str, manifest: CheckpointManifest, nam
     """
     keys: dict[str, str] = {}
     for parameter in names:
-        averaged = [f"{AVERAGE}/{average}/{parameter}"] if average else []
+        key = manifest.extra["averages"][average].get("optimizer") if average else None
+        averaged = [f"optimizer/{parameter}.{key}" if key else f"{AVERAGE}/{average}/{parameter}"] if average else []
         stored = [key for key in (*averaged, f"optimizer/{parameter}.master", f"model/{parameter}")
                   if key in manifest.tensors]
         if not stored:

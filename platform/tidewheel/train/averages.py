@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from tidewheel.parts import as_json, calling, name_of
+from tidewheel.parts import Part, as_json, calling, name_of
 from tidewheel.train.average import Average
 from tidewheel.train.callback import Callback
-from tidewheel.train.optim.base import Named
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.optimizers.rules.on_device import local
 from tidewheel.train.parallel import ParallelModel
 
@@ -36,13 +37,16 @@ class Averages:
     """The averages of a run's configuration.
 
     Args:
-        callbacks: of the configuration; those that are averages.
-        weights: (name in the whole model, fp32 tensor or DTensor) of each parameter, as the optimizer updates them.
+        config: the run's settings.
+        optimizer: has the parameters as it updates them, in fp32, and may itself keep an average.
         model: evaluated with the averages in the place of its parameters.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], weights: Sequence[Named], model: ParallelModel) -> None:
-        self._weights, self._model = list(weights), model
+    def __init__(self, config: TrainConfig, optimizer: ModelOptimizer, model: ParallelModel) -> None:
+        self._weights, self._model, rule = optimizer.named, model, config.optimizer
+        callbacks = config.callbacks
+        self._of_optimizer = {short_name(rule): optimizer.state_tensors(rule.AVERAGE)} if rule.AVERAGE else {}
+        self._key = rule.AVERAGE
         self._kept = {name: Kept(part, [self._like_weights() for _ in range(1 + part.others)])
                       for name, part in named(callbacks).items()}
 
@@ -60,7 +64,8 @@ class Averages:
 
     def extra(self) -> dict[str, Any]:
         """Return the JSON values for a checkpoint: since when each is kept, and its settings."""
-        return {name: {"since": kept.since, "settings": as_json(kept.part)} for name, kept in self._kept.items()}
+        kept = {name: {"since": kept.since, "settings": as_json(kept.part)} for name, kept in self._kept.items()}
+        return {**kept, **{name: {"optimizer": self._key} for name in self._of_optimizer}}
 
     @torch.no_grad()
     def begin(self, step: int, saved: Mapping[str, Any] | None = None) -> list[str]:
@@ -101,7 +106,8 @@ class Averages:
 
     def names(self, step: int) -> list[str]:
         """Return the names of the averages that have taken parameters in up to this step."""
-        return [name for name, kept in self._kept.items() if kept.part.taken(kept.since, step)]
+        kept = [name for name, kept in self._kept.items() if kept.part.taken(kept.since, step)]
+        return [*kept, *(self._of_optimizer if step else ())]
 
     @contextlib.contextmanager
     def in_place(self, name: str) -> Iterator[None]:
@@ -111,7 +117,8 @@ class Averages:
         """
         parameters = [parameter for _, parameter in self._model.named_parameters()]
         before = [local(parameter).clone() for parameter in parameters]
-        self._set(parameters, [local(value) for value in self._kept[name].tensors[0]])
+        values = self._of_optimizer[name] if name in self._of_optimizer else self._kept[name].tensors[0]
+        self._set(parameters, [local(value) for value in values])
         try:
             yield
         finally:
@@ -124,6 +131,11 @@ class Averages:
         self._model.refresh()
 
 
+def short_name(part: Part) -> str:
+    """Return the name of a part without its module, "ema"."""
+    return name_of(type(part)).rpartition(":")[2].lower()
+
+
 def named(callbacks: Sequence[Callback]) -> dict[str, Average]:
     """Return the averages among callbacks, by the names that checkpoints and metrics give them: "ema", "ema_2".
 
@@ -134,7 +146,7 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Average]:
     for part in callbacks:
         if not isinstance(part, Average):
             continue
-        kind = name_of(type(part)).rpartition(":")[2].lower()
+        kind = short_name(part)
         number = 1 + sum(name.partition("_")[0] == kind for name in averages)
         averages[kind if number == 1 else f"{kind}_{number}"] = part
     return averages

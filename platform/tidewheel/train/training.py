@@ -102,7 +102,7 @@ class Training:
                    record=RunRecord(run.store, runtime.generation, runtime.history),
                    positions=positions, progress=Progress(),
                    rates=Rates(config, source.manifest.sequence_length),
-                   averages=Averages(config.callbacks, optimizer.named, model))
+                   averages=Averages(config, optimizer, model))
 
     @property
     def leads(self) -> bool:
