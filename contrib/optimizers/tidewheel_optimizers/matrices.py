@@ -53,15 +53,17 @@ class MatrixRule(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 state["step"] += 1
-                update = part(self.update(parameter, whole(parameter.grad), state, group, number), parameter)
+                update = self.update(parameter, whole(parameter.grad), state, group, number)
+                number += 1
+                if update is None:
+                    continue
                 weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-group["lr"])
-                number += 1
+                weight.add_(part(update, parameter), alpha=-group["lr"])
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor],
-               group: dict[str, Any], number: int) -> torch.Tensor:
-        """Return the update of a whole matrix before the learning rate, and change its state.
+               group: dict[str, Any], number: int) -> torch.Tensor | None:
+        """Return the update of a whole matrix before the learning rate, or None for none, and change its state.
 
         Args:
             parameter: the matrix, which may be sharded.

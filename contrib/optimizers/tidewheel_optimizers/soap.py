@@ -17,30 +17,31 @@ class Rule(MatrixRule):
         U = Q_L ((Q_L^T M Q_R) / (sqrt(V) + eps)) Q_R^T, with both moments' bias corrected
         L <- b3 L + (1 - b3) G G^T;   R <- b3 R + (1 - b3) G^T G;   every few updates: Q <- QR(L Q)
 
-    The first bases are the eigenvectors of the first gradient's products.
+    The first gradient gives the first bases and no update, as in the paper's own code: in its own basis it is diagonal,
+    and Adam would divide the roundings beside the diagonal by themselves.
     """
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor],
-               group: dict[str, Any], number: int) -> torch.Tensor:
-        (beta1, beta2), decay, step = group["betas"], group["side_decay"], int(state["step"])
+               group: dict[str, Any], number: int) -> torch.Tensor | None:
+        (beta1, beta2), decay, step = group["betas"], group["side_decay"], int(state["step"]) - 1
         bases = (state["left_basis"], state["right_basis"])
-        if step == 1:
+        if step == 0:
             state["left"].copy_(gradient @ gradient.T).mul_(1 - decay)
             state["right"].copy_(gradient.T @ gradient).mul_(1 - decay)
             by_one_rank(parameter, number, bases, lambda: [torch.linalg.eigh(state[side].double())[1].to(gradient.dtype)
                                                            for side in self.SIDES])
+            return None
         left, right = bases
         averaged = moment(state["exp_avg"], gradient, beta1)
         rotated = left.T @ gradient @ right
         square = moment(state["exp_avg_sq"], rotated.square(), beta2)
         direction = (left.T @ averaged @ right) / (1 - beta1**step)
         update = left @ (direction / ((square / (1 - beta2**step)).sqrt() + group["eps"])) @ right.T
-        if step > 1:
-            state["left"].lerp_(gradient @ gradient.T, 1 - decay)
-            state["right"].lerp_(gradient.T @ gradient, 1 - decay)
-            if step % group["every"] == 0:
-                by_one_rank(parameter, number, bases, lambda: [
-                    torch.linalg.qr(state[side] @ state[f"{side}_basis"])[0] for side in self.SIDES])
+        state["left"].lerp_(gradient @ gradient.T, 1 - decay)
+        state["right"].lerp_(gradient.T @ gradient, 1 - decay)
+        if step % group["every"] == 0:
+            by_one_rank(parameter, number, bases, lambda: [
+                torch.linalg.qr(state[side] @ state[f"{side}_basis"])[0] for side in self.SIDES])
         return update
 
 

@@ -106,19 +106,18 @@ def shampoo(name: str) -> np.ndarray:
 
 
 def soap(value: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-    """Compute algorithm 3 of https://arxiv.org/abs/2409.11321."""
-    m, v, left, right = 0.0, 0.0, 0.0, 0.0
-    for step, g in enumerate(gradients, start=1):
-        new_left, new_right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
-        if step == 1:
-            bases = np.linalg.eigh(new_left)[1], np.linalg.eigh(new_right)[1]
+    """Compute algorithm 3 of https://arxiv.org/abs/2409.11321; the first gradient only gives the bases."""
+    first = gradients[0]
+    m, v, left, right = 0.0, 0.0, 0.05 * first @ first.T, 0.05 * first.T @ first
+    bases = np.linalg.eigh(left)[1], np.linalg.eigh(right)[1]
+    for step, g in enumerate(gradients[1:], start=1):
         m = 0.9 * m + 0.1 * g
         v = 0.95 * v + 0.05 * (bases[0].T @ g @ bases[1]) ** 2
         direction = bases[0].T @ m @ bases[1] / (1 - 0.9**step)
         update = bases[0] @ (direction / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)) @ bases[1].T
         value = value * (1 - 1e-3) - 1e-2 * update
-        left, right = new_left, new_right
-        if step > 1 and step % 2 == 0:
+        left, right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
+        if step % 2 == 0:
             bases = np.linalg.qr(left @ bases[0])[0], np.linalg.qr(right @ bases[1])[0]
     return value
 
