@@ -55,7 +55,7 @@ class Averages:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors for a checkpoint, {"ema/blocks.0.norm.weight": average, "lawa.1/...": ..., ...}."""
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, kept in self._kept.items():
             for number, values in enumerate(kept.tensors):
                 group = f"{name}.{number}" if number else name

@@ -358,6 +358,9 @@ class TrainConfig(Config):
         if self.objective.VALUES and self.adapter is not None:
             raise ValueError(f"objective.kind {name_of(type(self.objective))} trains a value head on the whole model; "
                              "nearest legal choice: no adapter")
+        if self.rollouts is not None and self.run.branch:
+            raise ValueError("run.branch goes on in its parent's data, but rollouts are given, which a run samples "
+                             "itself; start from the parent's weights alone: model.init_from")
         if self.rollouts is not None and (problem := self._against_rollouts(self.rollouts)):
             raise ValueError(problem)
         from tidewheel.train.parallel import legal

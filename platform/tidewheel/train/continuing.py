@@ -51,13 +51,15 @@ class Continuing:
     def usable(self, extra: Mapping[str, Any]) -> bool:
         """Return whether the run continues from a checkpoint without raising a decayed learning rate again.
 
+        A run that samples its own data always continues from its newest: its policy has sampled what comes next.
+
         Args:
             extra: the checkpoint's JSON values.
         """
         saved, step = dict(extra.get("schedule") or {}), int(extra["step"])
         steps = int(saved.pop("steps", 0))
         config = self._config
-        if not steps or step > min(steps, config.steps) or config.schedule.reheat:
+        if not steps or step > min(steps, config.steps) or config.schedule.reheat or config.rollouts is not None:
             return True
         before = _schedule(saved)
         stable = None if before is None else self._last_stable_step(before, steps)
