@@ -1,11 +1,11 @@
 """Compare all optimizers, of the core and of contrib/: loss, state, difference to the reference, layouts.
 
-    nice -n 10 python -m tests.benchmarks.optimizers [--part losses,references,layouts] [--steps 200] [--only NAME,NAME]
-                                                     [--output FOLDER]
+    nice -n 10 python -m tests.benchmarks.optimizers [--part losses,references,layouts] [--steps 200]
+        [--rates 0.33,1,3] [--only NAME,NAME] [--output FOLDER]
 
 - `losses`: a Llama of 128 x 2 layers (that of `tests.benchmarks.families`) trains on ../shared/corpus with each
-  optimizer at three learning rates, its default and a third and three times of it; the table has the best. All read the
-  same batches. `state` is what a run keeps, in bytes a parameter, beside what the planner counts.
+  optimizer at its default learning rate and at a third and three times of it; the table has the best. All read the same
+  batches. `state` is what a run keeps, in bytes a parameter, beside what the planner counts.
 - `references`: the largest difference from the reference after four updates with equal gradients, as a share of the
   largest movement of an element: torch, or the paper's algorithm in numpy in fp64.
 - `layouts`: runs of the debug model on two ranks beside one process, as `tests.benchmarks.equivalence` does.
@@ -43,7 +43,6 @@ from tidewheel.train.record import read_result
 from tidewheel.train.runtime import Runtime
 
 STEPS, UPDATES = 200, contrib.STEPS
-RATES = (1 / 3, 1.0, 3.0)
 BOUND = 1e-3
 BOUNDS = {"adamw8bit": 0.1, "muon": 2e-2}
 """Largest difference of an optimizer that rounds: 8-bit moments are compared with AdamW, Muon multiplies in bf16."""
@@ -53,6 +52,10 @@ LOOSE = 2e-3
 LAYOUTS = {"DDP": ("parallel.data=ddp",), "ZeRO-1": ("parallel.data=zero1",), "ZeRO-2": ("parallel.data=zero2",),
            "ZeRO-3": ("parallel.data=zero3",), "TP": ("parallel.tensor=2",)}
 LAYOUT_STEPS = 5
+
+
+Table = tuple[list[dict[str, Any]], list[str]]
+"""Rows, and what is wrong."""
 
 
 def kinds() -> list[str]:
@@ -102,7 +105,7 @@ def state_bytes(config: TrainConfig) -> tuple[float, float]:
     return kept, config.optimizer.state_bytes(parameters, matrices) / parameters
 
 
-def losses(chosen: Sequence[str], folder: Path, steps: int) -> tuple[list[dict[str, Any]], list[str]]:
+def losses(chosen: Sequence[str], folder: Path, steps: int, factors: Sequence[float]) -> Table:
     """Train all and return the rows of the table, and what is wrong."""
     corpus = families.pipeline()
     data = str(folder / "data")
@@ -111,14 +114,14 @@ def losses(chosen: Sequence[str], folder: Path, steps: int) -> tuple[list[dict[s
             corpus.run(str(families.SHARED / "corpus"), data, address=address)
     rows, wrong = [], []
     for kind in chosen:
-        configs = [task(folder, data, kind, factor, steps) for factor in RATES]
+        configs = [task(folder, data, kind, factor, steps) for factor in factors]
         found = {config.optimizer.learning_rate: loss_of(config) for config in configs}
         rate = min(found, key=lambda rate: found[rate])
         kept, planned = state_bytes(configs[0])
         fits = kept * 0.99 <= planned <= kept * 1.01 or abs(planned - kept) < 0.1 or kind in ("shampoo", "soap")
         wrong += [] if fits else [f"{kind}: {kept:.2f} bytes kept, {planned:.2f} planned"]
         rows.append({"optimizer": kind, "loss": f"{found[rate]:.3f}", "at rate": f"{rate:.1e}",
-                     "others": ", ".join(f"{value:.2f}" for other, value in found.items() if other != rate),
+                     "others": ", ".join(f"{value:.2f}" for other, value in found.items() if other != rate) or "-",
                      "state, bytes": f"{kept:.2f}", "planned": f"{planned:.2f}"})
     return rows, wrong
 
@@ -166,7 +169,7 @@ def by_reference(kind: str) -> tuple[str, dict[str, np.ndarray]]:
     return name, {name: value.detach().double().numpy() for name, value in weights.held.items()}
 
 
-def references(chosen: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+def references(chosen: Sequence[str]) -> Table:
     """Return the rows of differences, and what is above its bound. SOAP's has a test with a matrix of its own."""
     rows, wrong = [], []
     for kind in chosen:
@@ -190,7 +193,7 @@ def name_in_settings(kind: str) -> str:
     return f"tidewheel_optimizers.{kind}:{contrib.KINDS[kind]}" if kind in contrib.KINDS else kind
 
 
-def layouts(chosen: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+def layouts(chosen: Sequence[str]) -> Table:
     """Return the rows of layouts, and what is not equal."""
     rows = []
     for kind in chosen:
@@ -222,6 +225,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="references,losses,layouts")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rates", default="0.33,1,3", help="factors of the default learning rate")
     parser.add_argument("--only", default="", help="names of optimizers")
     parser.add_argument("--output", default="optimizers-output")
     options = parser.parse_args()
@@ -233,7 +237,8 @@ def main() -> int:
         print_table(rows, title=f"difference from the reference after {UPDATES} updates, as a share of the movement")
         wrong += found
     if "losses" in parts:
-        rows, found = losses(chosen, Path(options.output).resolve(), options.steps)
+        rows, found = losses(chosen, Path(options.output).resolve(), options.steps,
+                             [float(factor) for factor in options.rates.split(",")])
         tokens = options.steps * families.SEQUENCES * families.LENGTH
         print_table(rows, title=f"validation loss after {tokens:,} tokens, nats a token")
         wrong += found
