@@ -40,9 +40,9 @@ class Continuing:
         self._decayed: dict[int, int] = {}
 
     @property
-    def passed_by(self) -> list[int]:
-        """Steps of the checkpoints that `usable` has refused, rising."""
-        return sorted(self._decayed)
+    def passed_by(self) -> tuple[int, int]:
+        """The newest step whose checkpoint `usable` has refused, and the last step before its decay; 0 and 0: none."""
+        return max(self._decayed.items(), default=(0, 0))
 
     def is_before_decay(self, step: int) -> bool:
         """Return whether a run with more steps can continue from the checkpoint of this step."""
@@ -72,13 +72,12 @@ class Continuing:
         self._decayed[step] = stable
         return False
 
-    def missing(self) -> CheckpointError:
-        """Return the error of a run whose checkpoints are all decayed."""
-        newest = self.passed_by[-1]
+    def missing(self, newest: int, stable: int) -> CheckpointError:
+        """Return the error of a run whose checkpoints are all decayed; see `passed_by` for the arguments."""
         uri = self._config.run_uri
         return CheckpointError(
             f"the learning rate of step {newest:,} has decayed, so more steps continue from before the decay, which "
-            f"began after step {self._decayed[newest]:,}; but no intact checkpoint up to there is left", where=uri,
+            f"began after step {stable:,}; but no intact checkpoint up to there is left", where=uri,
             fix="restore one from a copy; or set schedule.reheat=true, and the rate rises to the peak again from step "
                 f"{newest:,}; or start a new run with another run.id from these weights: model.init_from={uri}")
 

@@ -53,9 +53,9 @@ class Resuming:
         tensors = [tensor for group in state.values() for tensor in group.values()]
         check_current(tensors, training.model.mesh.mark)
         extra = training.runtime.checkpoints.load_latest(state, self._continuing.usable)
-        passed_by = self._passed_by()
+        passed_by, stable = map(training.collectives.from_first, self._continuing.passed_by)
         if extra is None and passed_by:
-            raise self._continuing.missing()
+            raise self._continuing.missing(passed_by, stable)
         branch = Branch.parse(training.config.run.branch) if training.config.run.branch else None
         branches_off = extra is None and branch is not None
         if branches_off and branch is not None:
@@ -168,10 +168,6 @@ class Resuming:
         weights.pop(VALUE_HEAD, None)
         training.runtime.checkpoints.load_from(config.model.init_from, {"model": weights})
         training.model.refresh()
-
-    def _passed_by(self) -> int:
-        """Return the newest step whose checkpoint is not continued because its learning rate has decayed; 0: none."""
-        return self._training.collectives.from_first(max(self._continuing.passed_by, default=0))
 
     def _branch_off(self, branch: Branch, state: dict[str, Any]) -> dict[str, Any]:
         """Fill the tensors from the parent's checkpoint; return its `extra`."""
