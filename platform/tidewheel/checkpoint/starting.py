@@ -9,7 +9,8 @@ from tidewheel.errors import ConfigError
 from tidewheel.ownership import CHECKPOINTS
 from tidewheel.shards.columns import SHOWN
 from tidewheel.storage import store
-from tidewheel.train import branching, checks
+from tidewheel.train import checks, starts
+from tidewheel.train.branching import Branch, read_parent
 from tidewheel.train.preferences.objective import ReferenceObjective
 from tidewheel.train.run import Run
 from tidewheel.train.teacher_config import live_teacher
@@ -27,10 +28,7 @@ def check_start(run: Run) -> None:
         CheckpointError: there is no checkpoint at `model.init_from` or `objective.teacher`, or it is damaged.
     """
     config = run.config
-    branching.check_new(config, run.store)
-    if config.run.branch and not run.store.exists("run.json"):
-        branch = branching.Branch.parse(config.run.branch)
-        of_step(store(branch.uri).child(CHECKPOINTS), branch.step)
+    _check_branch(run)
     objective = config.objective
     if uri := live_teacher(config):
         source, _ = run.data()
@@ -53,3 +51,33 @@ def check_start(run: Run) -> None:
         raise ConfigError(f"the log-probabilities are of the reference model {source.reference[:SHOWN]}, but training "
                           f"starts from {start}, which is {found[:SHOWN]}", where=config.data.reference,
                           fix=f"make them anew: tidewheel reference {start} --data SET --output FOLDER, {other}")
+
+
+def _check_branch(run: Run) -> None:
+    """Check, before its first start, that a branch is another run than its parent, with what defines a run unchanged.
+
+    Raises:
+        ConfigError: it is not, or there is no such parent.
+        CheckpointError: the parent has no complete checkpoint of the step.
+    """
+    config = run.config
+    if not config.run.branch or run.store.exists("run.json"):
+        return
+    branch = Branch.parse(config.run.branch)
+    if store(branch.uri).uri == run.store.uri:
+        raise ConfigError("a run cannot branch from itself, which would change the parent", where="run.branch",
+                          fix="give the branch a run.id of its own: --set run.id=NAME")
+    parent = read_parent(branch)
+    if branch.step > config.steps:
+        raise ConfigError(f"the branch begins after step {branch.step:,}, but steps is {config.steps:,}",
+                          where="steps", fix=f"give more than {branch.step:,}: steps counts those of the parent too")
+    changes = starts.changed(starts.last_settings(parent), starts.settings_of(config), reproducible=False)
+    refused = [change for change in changes if change.refused and not change.key.startswith("run.")]
+    if refused:
+        reasons = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}"
+                            for change in refused)
+        raise ConfigError(f"a branch takes over its parent's state and data, so these settings stay as they are "
+                          f"({reasons})", where=config.run_uri,
+                          fix="restore them, or start a new run from the parent's weights alone: "
+                              f"model.init_from={branch.uri}")
+    of_step(store(branch.uri).child(CHECKPOINTS), branch.step)

@@ -7,14 +7,10 @@ are the parent's, so the branch takes the sequences that the parent would have t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tidewheel import storage
 from tidewheel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tidewheel.storage import Store
-    from tidewheel.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -70,36 +66,3 @@ def read_parent(branch: Branch) -> dict[str, Any]:
                           fix="name a run that has started, as RUN@STEP: its URI, or its id below run.uri")
     run: dict[str, Any] = store.read_json("run.json")
     return run
-
-
-def check_new(config: TrainConfig, store: Store) -> None:
-    """Check, before its first start, that a branch is another run than its parent, with what defines a run unchanged.
-
-    Args:
-        config: the branch's settings, with absolute URIs.
-        store: the branch's folder.
-
-    Raises:
-        ConfigError: it is not, or there is no such parent.
-    """
-    from tidewheel.train import starts
-
-    if not config.run.branch or store.exists("run.json"):
-        return
-    branch = Branch.parse(config.run.branch)
-    if storage.store(branch.uri).uri == store.uri:
-        raise ConfigError("a run cannot branch from itself, which would change the parent", where="run.branch",
-                          fix="give the branch a run.id of its own: --set run.id=NAME")
-    parent = read_parent(branch)
-    if branch.step > config.steps:
-        raise ConfigError(f"the branch begins after step {branch.step:,}, but steps is {config.steps:,}",
-                          where="steps", fix=f"give more than {branch.step:,}: steps counts those of the parent too")
-    changes = starts.changed(starts.last_settings(parent), starts.settings_of(config), reproducible=False)
-    refused = [change for change in changes if change.refused and not change.key.startswith("run.")]
-    if refused:
-        reasons = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}"
-                            for change in refused)
-        raise ConfigError(f"a branch takes over its parent's state and data, so these settings stay as they are "
-                          f"({reasons})", where=config.run_uri,
-                          fix="restore them, or start a new run from the parent's weights alone: "
-                              f"model.init_from={branch.uri}")
