@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tidewheel.storage import Store
     from tidewheel.stores import Storage
     from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
+    from tidewheel.train.average import Average
     from tidewheel.train.callback import Callback, Step, Worker
     from tidewheel.train.metrics.sinks import Record
     from tidewheel.train.metrics.tracker import TrackedRun, Tracker
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from tidewheel.workflow.workflow import Workflow
 
 _HOMES = {
+    "Average": "tidewheel.train.average",
     "Adapter": "tidewheel.models.adapter",
     "Batch": "tidewheel.data.filter",
     "Document": "tidewheel.data.filter",
@@ -121,11 +123,11 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Adapter", "Batch", "Call", "Callback", "Cut", "Document", "Environment", "Evaluate", "Export", "Failure",
-           "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch", "Model",
-           "Objective", "Optimizer", "Outputs", "OwnModule", "Pipeline", "Reader", "Record", "Reference", "Reply",
-           "Reward", "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step",
-           "Storage", "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
+__all__ = ["Adapter", "Average", "Batch", "Call", "Callback", "Cut", "Document", "Environment", "Evaluate", "Export",
+           "Failure", "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch",
+           "Model", "Objective", "Optimizer", "Outputs", "OwnModule", "Pipeline", "Reader", "Record", "Reference",
+           "Reply", "Reward", "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex",
+           "Step", "Storage", "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
            "Verdicts", "Worker", "Workflow", "adapters", "callbacks", "environments", "filters", "models", "objectives",
            "optimizers", "rewards", "schedules", "sweep", "trackers"]
 

@@ -86,6 +86,8 @@ def train(
                                           "cpu.")] = "",
     take_over: Annotated[bool, Parameter(negative="", help="Take over the run from a driver that still trains it. "
                                                            "What that driver writes afterwards is ignored.")] = False,
+    branch: Annotated[str, Parameter(help="RUN@STEP: begin with the whole state that another run had at a step, and go "
+                                          "on in its data from there. The same as --set run.branch=RUN@STEP.")] = "",
     dry_run: DryRun = False,
 ) -> int:
     """Train a model. If the run has started before, resume it.
@@ -97,7 +99,7 @@ def train(
     from tidewheel.elastic.torchrun import place
     from tidewheel.train.config import TrainConfig
 
-    settings = load(TrainConfig, config, set_ or ())
+    settings = load(TrainConfig, config, [*(set_ or ()), *([f"run.branch={branch}"] if branch else [])])
     where = place()
     if where is not None and (local or address):
         raise ConfigError("torchrun has started the ranks, which train without Ray", where="--local, --address",

@@ -39,9 +39,16 @@ def row(job: Job) -> list[str]:
     betas = ", ".join(f"{beta:g}" for beta in getattr(optimizer, "betas", ()))
     sizes = " → ".join(short(size * job.sequence_length) for size in config.batch.sizes)
     return [f"{short(job.parameters)}", name_of(type(optimizer)), betas, f"{optimizer.learning_rate:.1e}",
-            f"{short(config.schedule.warmup)} {config.schedule.unit}", schedule(config.schedule),
+            warmup(config.schedule), schedule(config.schedule),
             f"{optimizer.weight_decay:g}", f"{optimizer.clip_norm:g}", sizes, f"{job.sequence_length:,}",
             short(tokens_of(job)), config.precision, layout(config)]
+
+
+def warmup(settings: Schedule) -> str:
+    """Return the length of the warm-up as text."""
+    if settings.warmup_fraction:
+        return f"{100 * settings.warmup_fraction:g} %"
+    return f"{short(settings.warmup)} {settings.unit}"
 
 
 def schedule(settings: Schedule) -> str:

@@ -103,8 +103,8 @@ class Witness(CheckpointManager):
                 torch.save({name: tensor for part in parts for name, tensor in part.items()}, self._oracle)
         super().save(step, state, extra)
 
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        extra = super().load_latest(state)
+    def load_latest(self, state: dict[str, Any], usable: Any = None) -> dict[str, Any] | None:
+        extra = super().load_latest(state, usable)
         if extra is not None:
             assert extra["step"] == SAVED
             saved = torch.load(self._oracle, weights_only=True, mmap=True)

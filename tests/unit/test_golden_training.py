@@ -96,7 +96,7 @@ def _squared_once(logits: torch.Tensor, targets: torch.Tensor, z_loss: float = 0
 
 
 def _late_warmup(self: Schedule, done: int, total: int, peak: float) -> float:
-    start = min(self.warmup, total // 2)
+    start = self.warmup_end(total)
     return peak * done / (start + 1) if done <= start else peak * self.factor(done, total, start)
 
 

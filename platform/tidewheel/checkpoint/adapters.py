@@ -101,13 +101,16 @@ def adapter_of(manifest: CheckpointManifest) -> Adapter:
     return adapters.KIND.build(settings.pop("kind"), settings)
 
 
-def adapter_values(checkpoints: Store, name: str, manifest: CheckpointManifest) -> dict[str, torch.Tensor]:
+def adapter_values(checkpoints: Store, name: str, manifest: CheckpointManifest, average: str = ""
+                   ) -> dict[str, torch.Tensor]:
     """Return the whole parameters of an adapter's checkpoint, by their names in the whole model.
 
     Args:
         checkpoints: the run's `checkpoints` folder.
         name: the checkpoint.
         manifest: its manifest.
+        average: see `read_stored`.
     """
     paths = [path.removeprefix("model/") for path in manifest.tensors if path.startswith("model/")]
-    return read_stored(checkpoints, name, manifest, [path for path in paths if MARK in path])
+    return read_stored(checkpoints, name, manifest, [path for path in paths if MARK in path],
+                       average=average)

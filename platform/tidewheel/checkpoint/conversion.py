@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.models import model_of as model_of
 from tidewheel.checkpoint.stored import read_stored as read_stored
 from tidewheel.checkpoint.verify import check_files, locate
-from tidewheel.errors import ConfigError, StorageError
+from tidewheel.errors import CheckpointError, ConfigError, StorageError
 from tidewheel.models import huggingface
 from tidewheel.models.adapting import merge
 from tidewheel.models.adapting.names import by_module, parameter_name, weight_name
@@ -51,8 +52,8 @@ class Converted:
         return f"# {self.parameters:,} parameters of {self.source}\n{block}"
 
 
-def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "",
-           chat_template: str = "") -> Converted:
+def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "", chat_template: str = "",
+           average: str = "") -> Converted:
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
@@ -62,9 +63,10 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "",
         dtype: type of the weights: float32, bfloat16 or float16.
         tokenizer: a tokenizer.json; default: that of the run's shard set.
         chat_template: a Jinja file; default: that of the run's conversations or pairs.
+        average: name of an average of the parameters, such as "ema", to write in their place.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or it is damaged.
+        CheckpointError: there is no complete checkpoint, it is damaged, or it does not hold the average.
         ConfigError: the model has no counterpart in transformers, or the tokenizer cannot be found.
         StorageError: `out` cannot be written to.
     """
@@ -76,8 +78,11 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "",
     config.hugging_face_names()  # refuses a family without names before anything is written
     huggingface.to_config(config, vocabulary_size)
 
+    if average:
+        check_average(manifest, average, checkpoints.at(name))
+
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return read_weights(checkpoints, name, manifest, names)
+        return read_weights(checkpoints, name, manifest, names, average)
 
     target = storage.store(out)
     target.check()
@@ -154,8 +159,23 @@ def _count(config: Model, vocabulary_size: int) -> int:
     return sum(shape.numel() for shape in huggingface.parameter_shapes(config, vocabulary_size).values())
 
 
-def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
-                 names: Sequence[str]) -> dict[str, torch.Tensor]:
+def check_average(manifest: CheckpointManifest, average: str, where: str) -> None:
+    """Raise CheckpointError unless a checkpoint holds an average of the parameters.
+
+    Args:
+        manifest: of the checkpoint.
+        average: its name, such as "ema".
+        where: URI of the checkpoint, for the message.
+    """
+    held = sorted(manifest.extra.get("averages", {}))
+    if average not in held:
+        raise CheckpointError(f"the checkpoint holds no average {average!r}", where=where,
+                              fix=f"name one of {', '.join(held)}" if held else "train with an average among the "
+                              "callbacks: callbacks: [ema]")
+
+
+def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest, names: Sequence[str],
+                 average: str = "") -> dict[str, torch.Tensor]:
     """Return whole parameters by name. Those of an adapter's checkpoint are the base's, with the adapter merged.
 
     For bf16 parameters, the optimizer's fp32 master copy is returned, because it is more precise.
@@ -165,11 +185,13 @@ def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
         name: the checkpoint.
         manifest: its manifest.
         names: names of parameters in the model.
+        average: name of an average of the trained parameters, which is returned in their place.
 
     Raises:
         CheckpointError: the checkpoint lacks one of them, or its base is missing.
         ConfigError: the adapter cannot be merged.
     """
+    read_own = partial(read_stored, average=average)
     base = base_of(manifest)
     if base is not None:
         config, rows = model_of(manifest, checkpoints.at(name), any_head=True)
@@ -179,10 +201,10 @@ def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
         others = shapes.keys() - set(names)
         shapes = {key: shape for key, shape in shapes.items() if key in names}
         values: dict[str, torch.Tensor] = {}
-        for module, parts in by_module(adapter_values(checkpoints, name, manifest)).items():
+        for module, parts in by_module(adapter_values(checkpoints, name, manifest, average)).items():
             if weight_name(module, others) is None:  # of one that is asked for
                 values |= {parameter_name(module, key): value for key, value in parts.items()}
         whole = merge.merged(read_base(base, config, shapes, checkpoints, name, manifest),
                              adapter_of(manifest), values)
-        return {**whole, **read_stored(checkpoints, name, manifest, own)} if own else whole
-    return read_stored(checkpoints, name, manifest, names)
+        return {**whole, **read_own(checkpoints, name, manifest, own)} if own else whole
+    return read_own(checkpoints, name, manifest, names)

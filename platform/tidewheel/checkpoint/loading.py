@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,17 @@ from tidewheel import storage
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest
 from tidewheel.checkpoint.peers import Peers, RankError
 from tidewheel.checkpoint.reading import read_tensors
-from tidewheel.checkpoint.staging import dtype_name
-from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
+from tidewheel.checkpoint.staging import dtype_name, without_absent
+from tidewheel.checkpoint.verify import list_checkpoints, locate, of_step, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
+from tidewheel.ownership import CHECKPOINTS
 from tidewheel.storage import Store
 from tidewheel.train.runtime import Loaded
 
 
 def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
-                on_refused: Callable[[str, str], None]) -> dict[str, Any] | None:
+                on_refused: Callable[[str, str], None],
+                usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:
     """Fill tensors in place from the newest intact checkpoint; all ranks call this together and load the same one.
 
     The ranks share the work of reading every file and comparing its hash before any of it is used.
@@ -29,9 +31,11 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
         peers: the ranks.
         flat: tensors by path, see `staging.flatten`.
         on_refused: called with the name of each damaged or partial checkpoint that is skipped, and the reason.
+        usable: called with the `extra` of a checkpoint, which is passed by if it returns False; None: all are.
 
     Returns:
-        the checkpoint's `extra`; None when nothing was ever committed.
+        the checkpoint's `extra`; None when nothing was ever committed, or when `usable` refused a checkpoint and no
+        other is left.
 
     Raises:
         CheckpointError: there are committed checkpoints but none is intact, or the state does not fit.
@@ -39,8 +43,11 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
     """
     listed = peers.from_first(lambda: [(info.name, info.committed, info.problem)
                                        for info in reversed(list_checkpoints(store))])
-    refused = []
+    refused, passed_by = [], False
     for name, committed, problem in listed:
+        if usable is not None and not problem and not usable(_manifest(store, peers, name).extra):
+            passed_by = True
+            continue
         manifest, problems = _inspect(store, peers, name) if not problem else (None, [problem])
         if manifest is not None and not problems:
             _load(store, peers, name, manifest, flat)
@@ -49,7 +56,7 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
         on_refused(name, reason)
         if committed:
             refused.append(f"{name} ({reason})")
-    if refused:
+    if refused and not passed_by:
         raise CheckpointError(f"none of {len(refused)} checkpoints is intact: {', '.join(refused)[:500]}",
                               where=store.uri, fix="restore one from a copy, or delete them all to begin "
                               "the run anew")
@@ -90,6 +97,32 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor], head: str = 
     return Loaded(f"{folder}/{name}", manifest.model_hash)
 
 
+def load_step(uri: str, step: int, peers: Peers, flat: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Fill tensors in place from the checkpoint of one step of another run; all ranks call this together.
+
+    Args:
+        uri: the other run.
+        step: of the checkpoint.
+        peers: the ranks.
+        flat: tensors by path, see `staging.flatten`; the checkpoint has the same, in the same dtypes.
+
+    Returns:
+        the checkpoint's `extra`.
+
+    Raises:
+        CheckpointError: the run has no intact checkpoint of this step, or it does not fit.
+        StorageError: the store does not answer.
+    """
+    store = storage.store(uri).child(CHECKPOINTS)
+    name = peers.from_first(lambda: of_step(store, step))
+    manifest, problems = _inspect(store, peers, name)
+    if problems:
+        raise CheckpointError("; ".join(problems)[:500], where=store.at(name),
+                              fix="branch from another step; `tidewheel checkpoint verify RUN` shows which are intact")
+    _load(store, peers, name, manifest, flat)
+    return manifest.extra
+
+
 def reason_of(error: BaseException) -> str:
     """Return one line about `error`."""
     if isinstance(error, RankError):
@@ -120,9 +153,7 @@ def _folder_and_name(uri: str) -> tuple[str, str]:
 
 def _inspect(store: Store, peers: Peers, name: str) -> tuple[CheckpointManifest, list[str]]:
     """Return the manifest and the problems of the checkpoint's files; the same on all ranks."""
-    # one rank reads the manifest, because object stores throttle a thousand requests for one object
-    text = peers.from_first(lambda: store.read(f"{name}/{KEY}").decode())
-    manifest = parse_text(store, name, text)
+    manifest = _manifest(store, peers, name)
     own: list[str] | StorageError
     try:
         own = verify_files(store, name, manifest.files[peers.rank::peers.size])
@@ -136,9 +167,15 @@ def _inspect(store: Store, peers: Peers, name: str) -> tuple[CheckpointManifest,
     return manifest, problems
 
 
+def _manifest(store: Store, peers: Peers, name: str) -> CheckpointManifest:
+    """Return the manifest of a checkpoint; one rank reads it, because object stores throttle many requests for one."""
+    return parse_text(store, name, peers.from_first(lambda: store.read(f"{name}/{KEY}").decode()))
+
+
 def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
           convert: bool = False) -> None:
     where = store.at(name)
+    flat = without_absent(flat, manifest.tensors)
     misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
     if misfits:
         raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,

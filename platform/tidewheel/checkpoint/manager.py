@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 
 from tidewheel.checkpoint.agreement import Agreement
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
-from tidewheel.checkpoint.loading import load_newest, load_uri, reason_of
+from tidewheel.checkpoint.loading import load_newest, load_step, load_uri, reason_of
 from tidewheel.checkpoint.manifest import CheckpointManifest, step_name
 from tidewheel.checkpoint.models import describe
 from tidewheel.checkpoint.peers import Peers, RankError
@@ -235,21 +235,46 @@ class CheckpointManager:
         return False
 
     # -- load ----------------------------------------------------------------------------------
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+    def load_latest(self, state: dict[str, Any],
+                    usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:
         """Fill the tensors of `state` in place from the newest intact checkpoint, resharded to the present ranks.
 
         Every file of a checkpoint is read and its hash compared before it is used. Damaged and partial checkpoints are
         skipped, each with an event.
 
+        Args:
+            state: nested dict of tensors.
+            usable: called with the `extra` of a checkpoint, which is passed by if it returns False; None: all are.
+
         Returns:
-            the `extra` of that checkpoint; None when nothing was ever committed.
+            the `extra` of that checkpoint; None when nothing was ever committed, or `usable` refused a checkpoint and
+            no other is left.
 
         Raises:
             CheckpointError: there are checkpoints but none is intact, or the state does not fit.
             StorageError: the store does not answer.
         """
         self.wait()
-        return load_newest(self.store, self.peers, flatten(state), self._refuse)
+        return load_newest(self.store, self.peers, flatten(state), self._refuse, usable)
+
+    def load_branch(self, uri: str, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Fill the tensors of `state` in place from another run's checkpoint of one step, which is only read.
+
+        All ranks call this together. The state must be that of the other run.
+
+        Args:
+            uri: the other run.
+            step: of the checkpoint.
+            state: nested dict of tensors.
+
+        Returns:
+            the checkpoint's `extra`.
+
+        Raises:
+            CheckpointError: the run has no intact checkpoint of this step, or it does not fit.
+            StorageError: the store does not answer.
+        """
+        return load_step(uri, step, self.peers, flatten(state))
 
     def rules(self, state: dict[str, Any]) -> dict[str, TensorEntry]:
         """Return the rule by which the ranks share each tensor of a state; all ranks call this together.

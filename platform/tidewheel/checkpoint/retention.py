@@ -14,7 +14,7 @@ from tidewheel.storage import Store
 
 @dataclass(frozen=True)
 class Keep:
-    """Which complete checkpoints to keep."""
+    """Which complete checkpoints to keep, beside the last one before a schedule's final decay (`train.continuing`)."""
 
     last: int = 3
     """Number of newest ones."""
@@ -36,9 +36,10 @@ class Keep:
         scored = sorted((info.validation_loss, info.step, info.name) for info in good
                         if info.validation_loss is not None)
         newest = {info.name for info in good[-self.last:]}
+        continuable = {info.name for info in [info for info in good if info.before_decay][-1:]}
         best = {name for _, _, name in scored[:self.best]}
         multiples = {info.name for info in good if self.every and info.step and info.step % self.every == 0}
-        return newest | best | multiples
+        return newest | continuable | best | multiples
 
 
 @dataclass(frozen=True)

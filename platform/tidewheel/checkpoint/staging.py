@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tidewheel.checkpoint.tensor_entry import DTYPES
 from tidewheel.errors import CheckpointError
+from tidewheel.train.runtime import AVERAGE
 
 
 def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -37,6 +38,16 @@ def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
                 raise CheckpointError(f"two tensors are named {name}", where="checkpoint", fix="rename one")
             flat[name] = tensor
     return flat
+
+
+def without_absent(flat: dict[str, torch.Tensor], held: Container[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors without those averages of the parameters that a checkpoint does not hold.
+
+    Args:
+        flat: tensors by path, see `flatten`.
+        held: paths of the checkpoint's tensors.
+    """
+    return {path: tensor for path, tensor in flat.items() if not path.startswith(f"{AVERAGE}/") or path in held}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

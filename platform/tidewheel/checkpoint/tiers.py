@@ -11,7 +11,7 @@ from tidewheel.checkpoint.memory_tier.client import MemoryTier
 from tidewheel.checkpoint.memory_tier.interval import KeepInterval
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
-from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, inventory, load
+from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, describe, inventory, load
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, StorageError
@@ -150,8 +150,17 @@ class TieredCheckpoints:
         return self._saved.load_saved(state)
 
     # -- both ----------------------------------------------------------------------------------
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+    def load_branch(self, uri: str, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Fill the tensors of `state` in place from another run's checkpoint; see `CheckpointManager.load_branch`."""
+        return self._saved.load_branch(uri, step, state)
+
+    def load_latest(self, state: dict[str, Any],
+                    usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:
         """Fill the tensors of `state` from the newest state in memory or storage; all ranks load the same one.
+
+        Args:
+            state: tensors by name.
+            usable: see `CheckpointManager.load_latest`.
 
         Returns:
             its `extra`, with "tier": "memory" when it came from memory; None when there is nothing to load.
@@ -163,7 +172,7 @@ class TieredCheckpoints:
         self._saved.wait()
         peers = self._saved.peers
         self._tier.rules = self._saved.rules(state)
-        for candidate in peers.from_first(self._candidates):
+        for candidate in peers.from_first(lambda: self._candidates(usable)):
             try:
                 extra = load(candidate, state, process_group=peers.group, own_agent=self._placement.agents[self._rank])
             except CheckpointError as error:
@@ -171,13 +180,16 @@ class TieredCheckpoints:
                     self._on_event("memory_refused", {"step": candidate.step, "reason": error.what})
                 continue
             return {**extra, "tier": "memory"}
-        return self._saved.load_latest(state)
+        return self._saved.load_latest(state, usable)
 
-    def _candidates(self) -> Sequence[Recoverable]:
-        """Return the complete states in memory that are not older than storage's newest, the newest first."""
+    def _candidates(self, usable: Callable[[Mapping[str, Any]], bool] | None) -> Sequence[Recoverable]:
+        """Return the usable complete states in memory that are not older than storage's newest, the newest first."""
         in_memory = candidates(inventory(self._placement.known, self._placement.token, generation=self._generation))
         try:
             oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if in_memory else (0, 0)
         except StorageError:
             oldest = (0, 0)  # storage does not answer, so memory is all there is
-        return [state for state in in_memory if (epoch_of(state.generation), state.step) >= oldest]
+        newer = [state for state in in_memory if (epoch_of(state.generation), state.step) >= oldest]
+        if usable is None:
+            return newer
+        return [state for state in newer if (extra := describe(state)) is None or usable(extra)]

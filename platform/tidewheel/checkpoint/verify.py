@@ -39,6 +39,8 @@ class CheckpointInfo:
     """Names of the files in its manifest, and of the manifest."""
     generation: int = 0
     """Number of the worker group that wrote it."""
+    before_decay: bool = False
+    """Whether the schedule's final decay begins later, so that a run with more steps continues from here."""
 
 
 def list_checkpoints(store: Store) -> list[CheckpointInfo]:
@@ -110,7 +112,8 @@ def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
                           bytes=sum(sizes.values()), world_size=manifest.world_size if manifest else 0,
                           problem=problem, validation_loss=_validation_loss(manifest),
                           keys=tuple(f"{name}/{key}" for key in sizes), files=files,
-                          generation=manifest.generation if manifest else 0)
+                          generation=manifest.generation if manifest else 0,
+                          before_decay=manifest is not None and manifest.extra.get("before_decay") is True)
 
 
 def _validation_loss(manifest: CheckpointManifest | None) -> float | None:
@@ -152,6 +155,25 @@ def locate(uri: str) -> tuple[Store, Store, str]:
         raise CheckpointError("there is no complete checkpoint", where=run.uri,
                               fix="give the URI of a run that has saved one, or of a checkpoint in it")
     return run, checkpoints, complete[-1]
+
+
+def of_step(store: Store, step: int) -> str:
+    """Return the name of the newest complete checkpoint of a step.
+
+    Args:
+        store: a run's `checkpoints` folder.
+        step: number of completed steps.
+
+    Raises:
+        CheckpointError: there is none; the error lists the steps that have one.
+    """
+    complete = [info for info in list_checkpoints(store) if info.complete]
+    names = [info.name for info in complete if info.step == step]
+    if not names:
+        steps = ", ".join(f"{known:,}" for known in sorted({info.step for info in complete}))
+        raise CheckpointError(f"there is no complete checkpoint of step {step:,}", where=store.uri,
+                              fix=f"name one of the steps {steps}" if steps else "give a run that has saved one")
+    return names[-1]
 
 
 def verify_checkpoint(store: Store, name: str) -> list[str]:

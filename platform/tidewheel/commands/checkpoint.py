@@ -94,11 +94,12 @@ def checkpoint_export(
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(help="dtype of the weights.")] = "float32",
     tokenizer: Annotated[str, Parameter(help="A tokenizer.json; default: that of the run's shard set.")] = "",
     chat_template: Annotated[str, Parameter(help="A Jinja file; default: that of the run's conversations.")] = "",
+    average: Annotated[str, Parameter(help="Write this average of the parameters in their place, such as ema.")] = "",
 ) -> int:
     """Write a checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained loads."""
     from tidewheel.checkpoint.conversion import export
 
-    done = export(source, out, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template)
+    done = export(source, out, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template, average=average)
     beside = "with its tokenizer" if done.tokenizer else "without a tokenizer: give one with --tokenizer"
     print(f"{done.uri}: {done.parameters:,} parameters, vocabulary {done.vocabulary_size:,}, {beside}")
     return 0

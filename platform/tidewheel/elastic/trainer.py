@@ -49,6 +49,8 @@ CALL_SECONDS = 10.0
 """Time for the coordinator to answer a call."""
 END_SECONDS = 15.0
 """Time for the coordinator to write what it has collected."""
+SHOWN = ("setting_changed", "continued_before_decay", "branched")
+"""Events that a run without a cluster shows."""
 TAKEN_SECONDS = 10.0
 """Ray frees the name of a killed driver's coordinator within this time."""
 
@@ -312,7 +314,7 @@ class LocalControl(Control):
         logger.info("event %s %s", kind, json.dumps(detail, default=str))
         record = {"time": time.time(), "kind": kind, "detail": detail}
         self.log.append(record)
-        if self._on_progress is not None and kind == "setting_changed":
+        if self._on_progress is not None and kind in SHOWN:
             self._on_progress({"state": "running", "events": [record]})
 
     def progress(self, step: int, steps: int, **metrics: Any) -> None:

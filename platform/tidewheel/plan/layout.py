@@ -8,6 +8,7 @@ from functools import cached_property
 from tidewheel.models.costs import LayerCosts
 from tidewheel.models.family import Model
 from tidewheel.plan.routed_rows import OWN, ExpertTechniques, RoutedRows, routed_rows
+from tidewheel.train.average import Average
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
@@ -128,9 +129,10 @@ class Job:
 
     @property
     def optimizer_bytes(self) -> float:
-        """Bytes of optimizer state per parameter, with fp32 master weights beside bf16 parameters."""
+        """Bytes of optimizer state per parameter, with fp32 master weights beside bf16 parameters, and averages."""
         masters = 4 if self.saved_bytes == 2 else 0
-        return self.config.optimizer.state_bytes(*self._updated) / self.saved_parameters + masters
+        averages = sum(4 * (1 + part.others) for part in self.config.callbacks if isinstance(part, Average))
+        return self.config.optimizer.state_bytes(*self._updated) / self.saved_parameters + masters + averages
 
     @property
     def paged_bytes(self) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
 from tidewheel.printable import printable_lines
-from tidewheel.report import answers, experts, mixture, rollouts, sources, tasks, validation
+from tidewheel.report import answers, experts, lineage, mixture, rollouts, sources, tasks, validation
 from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
 from tidewheel.report.page import (
@@ -111,6 +111,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
         page.section("Text sample", tag("blockquote", printable_lines(str(read.result["sample"]))),
                      note="Written by the trained model.")
     page.section("Texts while it trained", *validation.samples(read.metrics))
+    page.section("Lineage", *lineage.section(read.run), note=lineage.NOTE)
     page.section("Mixture", *mixture.section(read.run.get("data", {}).get("mixture") or {}), note=mixture.NOTE)
     if read.pipeline and read.output is not None:
         page.section("Data", pipeline_cards(read.pipeline))

@@ -95,9 +95,10 @@ def audit(run_uri: str) -> AuditResult:
     plan = positions(run, source, rollbacks)
     steps = {int(record["step"]) for record in records if not _undone(record, rollbacks)}
     last = max(steps, default=0)
-    mismatches = [f"step {step} has no record" for step in range(1, last + 1) if step not in steps]
+    first = 1 + int(run.get("branch", {}).get("step", 0))  # the parent has the records of the steps before
+    mismatches = [f"step {step} has no record" for step in range(first, last + 1) if step not in steps]
     mismatches += _differences(records, source, plan)
-    mismatches += _repeats(source, sorted(steps), plan)
+    mismatches += _repeats(source, [*range(1, first), *sorted(steps)] if steps else [], plan)
     mismatches += _two_writers(records)
     mismatches += _mixed_epochs(records)
     if not rollbacks:  # a rollback repeats steps with other data, on purpose

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pydantic
 from pydantic import Field
@@ -38,12 +39,28 @@ class BatchConfig(Config):
     document in each row (`pack.method: one_per_row`) and for pairs. 0: pad to the row length of the set."""
     group_by_length: bool = False
     """Form the micro-batches of a step of sequences of similar length. The global batch has the same sequences."""
+    rate_rule: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate follows the size of the batch: `optimizer.learning_rate` is that of a batch of
+    `rate_sequences`, and a step of n sequences multiplies it by n / rate_sequences (linear, for gradient descent:
+    https://arxiv.org/abs/1706.02677) or by the square root of that (for Adam: https://arxiv.org/abs/2205.10287)."""
+    rate_sequences: int = Field(default=0, ge=0)
+    """Sequences of the batch whose learning rate is known; see `rate_rule`."""
 
     @pydantic.model_validator(mode="after")
     def _grouped_rows_are_cut(self) -> BatchConfig:
         if self.group_by_length and not self.pad_to_multiple_of:
             raise ValueError("group_by_length saves nothing while every row is padded to the row length of the set; "
                              "nearest legal choice: pad_to_multiple_of 64, or group_by_length false")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _rule_has_a_batch(self) -> BatchConfig:
+        if self.rate_rule != "none" and not self.rate_sequences:
+            raise ValueError(f"rate_rule {self.rate_rule} scales a learning rate that is known for another batch: give "
+                             "its sequences in rate_sequences, or rate_rule none")
+        if self.rate_sequences and self.rate_rule == "none":
+            raise ValueError(f"rate_sequences {self.rate_sequences} is given without a rule; nearest legal choice: "
+                             "rate_rule sqrt or linear, or leave rate_sequences out")
         return self
 
     @pydantic.model_validator(mode="after")

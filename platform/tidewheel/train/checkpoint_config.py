@@ -70,8 +70,8 @@ class CheckpointConfig(Config):
     """For auto: the time between failures until one has been measured. The default of three hours is what Llama 3 saw
     on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
     keep_last: int = Field(default=3, ge=1)
-    """Keep this many of the newest checkpoints. Older ones are deleted unless `keep_best` or `keep_every` keeps
-    them."""
+    """Keep this many of the newest checkpoints. Of older ones, `keep_best` and `keep_every` keep some, and the last one
+    before the schedule's decay (`wsd`) is kept: a run with more steps continues from it. Others are deleted."""
     keep_best: int = Field(default=0, ge=0)
     """Also keep this many checkpoints with the lowest validation loss."""
     keep_every: int = Field(default=0, ge=0)

@@ -17,7 +17,9 @@ from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import ROLLOUTS
 from tidewheel.train import objectives, optimizers, schedules
+from tidewheel.train.average import Average
 from tidewheel.train.batch_config import BatchConfig
+from tidewheel.train.branching import Branch
 from tidewheel.train.callbacks import DEFAULT as CALLBACKS
 from tidewheel.train.callbacks import ChosenCallback
 from tidewheel.train.checkpoint_config import CheckpointConfig
@@ -39,6 +41,16 @@ class RunConfig(Config):
     """Name of the run, one folder."""
     uri: str = "runs"
     """Folder of runs, local or s3://; the run is below it under its id."""
+    branch: str = ""
+    """Begin with the whole state of another run, which is only read: RUN@STEP, with the URI of the run, or its id if it
+    is in the same folder, and the step of one of its checkpoints. The data go on where the parent stood."""
+
+    @pydantic.field_validator("branch")
+    @classmethod
+    def _parent(cls, value: str) -> str:
+        if value:
+            Branch.parse(value)
+        return value
 
 
 class DataConfig(Config):
@@ -339,9 +351,16 @@ class TrainConfig(Config):
         if self.evaluation.separate and self.checkpoint.keep_best:
             raise ValueError("checkpoint.keep_best needs the validation loss when a checkpoint is saved, but "
                              "evaluation.separate finds it later; nearest legal choice: evaluation.separate false")
+        if self.evaluation.separate and any(isinstance(callback, Average) for callback in self.callbacks):
+            raise ValueError("averages of the parameters are evaluated by the run's own workers, but "
+                             "evaluation.separate leaves that to another process; nearest legal choice: "
+                             "evaluation.separate false")
         if self.objective.VALUES and self.adapter is not None:
             raise ValueError(f"objective.kind {name_of(type(self.objective))} trains a value head on the whole model; "
                              "nearest legal choice: no adapter")
+        if self.rollouts is not None and self.run.branch:
+            raise ValueError("run.branch goes on in its parent's data, but rollouts are given, which a run samples "
+                             "itself; start from the parent's weights alone: model.init_from")
         if self.rollouts is not None and (problem := self._against_rollouts(self.rollouts)):
             raise ValueError(problem)
         from tidewheel.train.parallel import legal
@@ -453,6 +472,8 @@ class TrainConfig(Config):
                 values["loss" if group == "objective" else group] = kept  # its former name: recipes keep their hash
         for name in ("generators", "prompts", "tokenizer", "replay"):  # the set of rollouts has the content's hashes
             values.get("rollouts", {}).pop(name, None)
+        if self.run.branch:
+            values["branch"] = self.run.branch
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.decisive()

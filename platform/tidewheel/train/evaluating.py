@@ -56,7 +56,7 @@ class Evaluating:
         self.answers.write(self._training.progress.step)
 
     def _validate(self) -> None:
-        """Measure the loss, if there is a validation set."""
+        """Measure the loss of the parameters and of their averages, if there is a validation set."""
         training, progress = self._training, self._training.progress
         if not self._sets:
             return
@@ -64,7 +64,12 @@ class Evaluating:
         scores = evaluation.validate(training.model, self._sets, training.config, training.collectives)
         progress.validation_loss = evaluation.overall(scores)
         progress.validated = progress.step
-        self._metrics.record(progress.step, evaluation.record(scores))
+        figures = evaluation.record(scores)
+        for name in training.averages.names(progress.step):
+            with training.averages.in_place(name):
+                of_average = evaluation.validate(training.model, self._sets, training.config, training.collectives)
+            evaluation.add_average(figures, name, of_average)
+        self._metrics.record(progress.step, figures)
         self._callbacks.call("on_evaluate", progress.step, scores)
         training.timeline.spent("productive")
 

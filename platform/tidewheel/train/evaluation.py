@@ -163,6 +163,18 @@ def record(scores: Mapping[str, Score]) -> dict[str, Any]:
     return {"validation_loss": overall(scores), "validation": {name: score.figures() for name, score in scores.items()}}
 
 
+def add_average(figures: dict[str, Any], name: str, scores: Mapping[str, Score]) -> None:
+    """Add the scores of an average of the parameters to `record`'s figures, as further validation sets.
+
+    Args:
+        figures: of the parameters themselves.
+        name: of the average, such as "ema".
+        scores: of the average, by name of the validation set.
+    """
+    figures["validation"] |= {f"{domain} {name}".strip(): score.figures() for domain, score in scores.items()}
+    figures.setdefault("average_losses", {})[name] = overall(scores)
+
+
 def _sums(model: ParallelModel, validation_set: ValidationSet, config: TrainConfig,
           collectives: Collectives) -> torch.Tensor:
     """Return sums over a set, [n, micro-batches] fp64; 0 for other ranks' micro-batches.

@@ -66,6 +66,7 @@ class Guarding:
         if training.leads:
             training.record.pass_over(step, back_to, window)
         training.pass_over((*windows, window))
+        training.rates.lower_after((*training.rates.rollbacks, back_to))
         self._resuming.continue_from(extra)
         self._metrics.restart(training.progress.step)
         training.progress.recorded = max(training.progress.recorded, step)

@@ -274,17 +274,14 @@ class Loop:
 
     def _enqueue(self, step: int, batch: RankBatch) -> StartedStep:
         training, config = self._training, self._training.config
-        done, total = step, config.steps
-        if config.schedule.unit == "tokens":
-            length, sizes = training.source.manifest.sequence_length, training.positions.sizes
-            done, total = sizes.total(step) * length, sizes.total(config.steps) * length
-        training.optimizer.set_learning_rate(
-            config.schedule.learning_rate(done, total, config.optimizer.learning_rate))
-        return start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
+        training.optimizer.set_learning_rate(training.rates.of(step))
+        started = start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
                           virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
                           precision=config.precision, loss_scale=training.loss_scale,
                           ask=partial(self._ahead.ask, step), guard=self._guard, before_update=self._saving.settle,
                           sources=len(training.sources))
+        training.averages.take(step)
+        return started
 
     def _after(self, step: int, asked: int) -> None:
         """Do the tasks of a step boundary: a save, an evaluation (while the save is written), a planned stop."""

@@ -15,6 +15,9 @@ LINES = {
     "worker_readmitted": "readmitted after a probe: a worker of node {node}",
     "taken_over": "{error}",
     "setting_changed": "{setting} was {before} in the previous start and is now {now}",
+    "continued_before_decay": "the checkpoint of step {newest} has decayed: the run continues from step {step}, before "
+                              "the decay, to step {steps}",
+    "branched": "branched from {parent}",
     "node_lost": "node {host} is gone",
     "node_joined": "node {host} joined",
     "node_draining": "node {host} is draining",

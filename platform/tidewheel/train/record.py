@@ -18,6 +18,7 @@ from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store
 from tidewheel.train.batch_size import BatchSizes
+from tidewheel.train.branching import Branch, lineage
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.history import RunHistory, last_step, read_history
 from tidewheel.train.positions import Positions, Window
@@ -119,7 +120,8 @@ class RunRecord:
             "code": {name: code.hash for name, code in config.own_parts().items()},
             "part_versions": config.versions(), "recipe_hash": config.recipe_hash(), "data": sets,
             "parameters": parameters, "vocabulary_size": vocabulary_size, "versions": versions(PACKAGES),
-            "commit": git_commit()})
+            "commit": git_commit(),
+            **({"branch": lineage(Branch.parse(config.run.branch))} if config.run.branch else {})})
 
     def started(self) -> float:
         """Return the Unix time of the run's first start."""
@@ -151,6 +153,20 @@ class RunRecord:
         """
         log = JsonLog(self.store, PASSED_OVER, order=self._generation)
         log.append({"time": time.time(), "step": step, "back_to": back_to, "start": window[0], "end": window[1]})
+        log.flush()
+
+    def take_over_rollbacks(self, parent: str, count: int) -> None:
+        """Record the first rollbacks of the run that this one branches from, durably, unless that is done already.
+
+        Args:
+            parent: URI of that run.
+            count: its rollbacks up to the step of the branch.
+        """
+        if not count or read_rollbacks(self.store):
+            return
+        log = JsonLog(self.store, PASSED_OVER, order=self._generation)
+        for line in read_rollbacks(storage.store(parent))[:count]:
+            log.append(line)
         log.flush()
 
     def take_in(self, waves: Sequence[Mapping[str, Any]]) -> None:

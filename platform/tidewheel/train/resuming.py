@@ -8,13 +8,13 @@ import torch
 
 from tidewheel.models.decoder import VALUE_HEAD
 from tidewheel.train import checks, parallel
+from tidewheel.train.branching import Branch
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.optim.build import model_state
 from tidewheel.train.parallel import adapter_weights, initial_weights, teacher
 from tidewheel.train.parallel.before import Teacher
 from tidewheel.train.parallel.building import HEAD_WEIGHT
 from tidewheel.train.parallel.caches import check_current
-from tidewheel.train.positions import Window
 from tidewheel.train.record import read_rollbacks
 from tidewheel.train.runtime import Loaded
 from tidewheel.train.saving import Saving
@@ -33,9 +33,13 @@ class Resuming:
 
     def __init__(self, training: Training, saving: Saving, guard: Guard) -> None:
         self._training, self._saving, self._guard = training, saving, guard
+        self._continuing = saving.continuing
 
     def load(self) -> dict[str, Any] | None:
         """Set the values of model and optimizer; return the checkpoint's `extra`, None at step 0.
+
+        The checkpoint is the newest whose learning rate the present settings would not raise again after a decay, or
+        that of the run's parent at the start of a branch.
 
         Raises:
             ConfigError: the checkpoint does not fit the run's configuration.
@@ -48,11 +52,19 @@ class Resuming:
         state = training.state()
         tensors = [tensor for group in state.values() for tensor in group.values()]
         check_current(tensors, training.model.mesh.mark)
-        extra = training.runtime.checkpoints.load_latest(state)
-        training.pass_over(self._windows())
+        extra = training.runtime.checkpoints.load_latest(state, self._continuing.usable)
+        passed_by, stable = map(training.collectives.from_first, self._continuing.passed_by)
+        if extra is None and passed_by:
+            raise self._continuing.missing(passed_by, stable)
+        branch = Branch.parse(training.config.run.branch) if training.config.run.branch else None
+        branches_off = extra is None and branch is not None
+        if branches_off and branch is not None:
+            extra = self._branch_off(branch, state)
+        self._take_rollbacks()
         if extra is None:
             self._set_weights()
             training.optimizer.started()
+            training.averages.begin(0)
             if training.config.guards.may_roll_back:
                 self._saving.save(0)
             return None
@@ -61,7 +73,16 @@ class Resuming:
         checks.continues(extra["identity"], training.config, training.source)
         checks.same_history(extra, training.positions, training.config)
         self.continue_from(extra)
-        if training.leads:
+        if branches_off or passed_by:
+            # from here on the state is the newest of this run itself
+            training.progress.saved = -1
+            self._saving.save(training.progress.step)
+        if passed_by:
+            training.event("continued_before_decay", step=training.progress.step, newest=passed_by,
+                           steps=training.config.steps)
+        if branches_off:
+            training.event("branched", step=training.progress.step, parent=training.config.run.branch)
+        elif training.leads:
             training.record.restore(extra.get("unwritten", {}))
         if training.runtime.checkpoints.has_memory():
             self._saving.keep(training.progress.step)  # until then a lost node's part has only one copy
@@ -80,6 +101,8 @@ class Resuming:
             training.loss_scale.restore(extra["loss_scale"])
         training.optimizer.restored()
         training.model.refresh()
+        if begun := training.averages.begin(progress.step, extra.get("averages")):
+            training.event("average_began", step=progress.step, averages=begun)
 
     def _set_base(self) -> None:
         """Set the frozen base of an adapter, which the run's own checkpoints do not hold."""
@@ -149,10 +172,21 @@ class Resuming:
         training.runtime.checkpoints.load_from(config.model.init_from, {"model": weights})
         training.model.refresh()
 
-    def _windows(self) -> list[Window]:
-        """Return the windows that the run's rollbacks pass over, as rank 0 reads them."""
+    def _branch_off(self, branch: Branch, state: dict[str, Any]) -> dict[str, Any]:
+        """Fill the tensors from the parent's checkpoint; return its `extra`."""
+        training = self._training
+        extra = training.runtime.checkpoints.load_branch(branch.uri, branch.step, state)
+        if training.leads:
+            count = len(extra.get("passed_over", ()))
+            training.retry(lambda: training.record.take_over_rollbacks(branch.uri, count))
+        return extra
+
+    def _take_rollbacks(self) -> None:
+        """Pass over the windows of the run's rollbacks and lower the rates behind them, as rank 0 reads them."""
         training, first = self._training, self._training.collectives.from_first
         lines = training.retry(lambda: read_rollbacks(training.record.store)) if training.leads else []
-        windows = [(line["start"], line["end"]) for line in lines]
-        count = first(len(windows))
-        return [(first(start), first(end)) for start, end in windows or [(0, 0)] * count]
+        rollbacks = [(line["start"], line["end"], line["back_to"]) for line in lines]
+        count = first(len(rollbacks))
+        known = [[first(value) for value in rollback] for rollback in rollbacks or [(0, 0, 0)] * count]
+        training.pass_over([(start, end) for start, end, _ in known])
+        training.rates.lower_after([back_to for *_, back_to in known])

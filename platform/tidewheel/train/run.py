@@ -14,6 +14,7 @@ from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source
 from tidewheel.storage import Store
 from tidewheel.train import checks
+from tidewheel.train.branching import Branch
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.record import TrainResult, read_result
 from tidewheel.train.teacher_config import live_teacher
@@ -109,7 +110,12 @@ def with_absolute_uris(config: TrainConfig) -> TrainConfig:
         domains = {name: domain.model_copy(update={"shards": absolute(domain.shards)})
                    for name, domain in data.mixture.domains.items()}
         data = data.model_copy(update={"mixture": data.mixture.model_copy(update={"domains": domains})})
-    run = config.run.model_copy(update={"uri": absolute(config.run.uri)})
+    runs = absolute(config.run.uri)
+    branch = config.run.branch
+    if branch:
+        parent = Branch.parse(branch, runs)
+        branch = str(Branch(absolute(parent.uri), parent.step))
+    run = config.run.model_copy(update={"uri": runs, "branch": branch})
     answers = config.evaluation.answers.model_copy(update={"prompts": absolute(config.evaluation.answers.prompts)})
     evaluation = config.evaluation.model_copy(update={"answers": answers})
     changes: dict[str, Any] = {"run": run, "data": data, "evaluation": evaluation}

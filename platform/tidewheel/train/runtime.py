@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tidewheel.time_limit import TimeLimit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tidewheel.train.metrics.sinks import Sink
     from tidewheel.train.parallel import ParallelModel
     from tidewheel.train.parallel.kept_base import KeptBase
+
+
+AVERAGE = "average"
+"""Group of a state whose tensors a checkpoint may lack: the averages of the parameters (`train.averages`)."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,26 @@ class Described:
 
 
 class Checkpointer(Protocol):
-    """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
+    """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks.
 
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Fill the tensors in place from the newest intact checkpoint; return its `extra`, None without one."""
+    A checkpoint may lack tensors of the group `AVERAGE`; a load then leaves them as they are.
+    """
+
+    def load_latest(self, state: dict[str, Any],
+                    usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:
+        """Fill the tensors in place from the newest intact checkpoint; return its `extra`, None without one.
+
+        Args:
+            state: the tensors.
+            usable: is called with the `extra` of a checkpoint; the checkpoint is passed by if it returns False. It is
+                the same function on all ranks, and not all of them call it. None: all are usable.
+        """
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill the tensors from the newest checkpoint in storage, and drop newer ones in memory: the run rolls back."""
+
+    def load_branch(self, uri: str, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Fill the tensors in place from the checkpoint of `step` of the run `uri`; return its `extra`."""
 
     def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         """Fill the tensors in place from a checkpoint of another run, and return which one it was.
@@ -222,8 +239,12 @@ class LastingGroup(Group):
 class NoCheckpoints(Checkpointer):
     """A `Checkpointer` that keeps nothing."""
 
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+    def load_latest(self, state: dict[str, Any],
+                    usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:
         return None
+
+    def load_branch(self, uri: str, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError("reading another run's checkpoint takes a checkpoint.CheckpointManager")
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return None

@@ -8,6 +8,7 @@ import torch
 
 from tidewheel.parts import as_json
 from tidewheel.train import checks
+from tidewheel.train.continuing import Continuing
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.save_schedule import SaveSchedule
 from tidewheel.train.step import CANNOT_KEEP, KEEP, SAVE, STOP
@@ -25,6 +26,7 @@ class Saving:
     def __init__(self, training: Training, guard: Guard) -> None:
         self._training, self._guard, self._checkpoints = training, guard, training.runtime.checkpoints
         config = training.config
+        self.continuing = Continuing(config, training.source.manifest.sequence_length)
         self._constant: dict[str, Any] = {
             "recipe_hash": config.recipe_hash(), "identity": checks.identity(config, training.source),
             "seed": config.seed, "schedule": {**as_json(config.schedule), "steps": config.steps}}
@@ -58,7 +60,7 @@ class Saving:
         """Return what the cluster and the schedule ask for after this step, any of `STOP` and `SAVE`; on rank 0."""
         control, schedule = self._training.runtime.control, self._schedule
         stop = control.poll()
-        due = schedule is not None and schedule.due(step, self._checkpoints.saves())
+        due = schedule is not None and self._is_due(step, schedule)
         if schedule is not None and due and stop:  # a preempted generation does not wait: the next one saves
             schedule.owed = True
         return STOP * stop | SAVE * ((due and not stop) or control.save_requested())
@@ -68,10 +70,14 @@ class Saving:
 
         It changes nothing, so `ask` decides when the step comes.
         """
-        control, saves = self._training.runtime.control, self._checkpoints.saves()
+        control = self._training.runtime.control
         stop = control.poll()
-        due = self._schedule is not None and self._schedule.due(step, saves)
+        due = self._schedule is not None and self._is_due(step, self._schedule)
         return stop or due or control.save_requested() or self._checkpoints.keeps(step)
+
+    def _is_due(self, step: int, schedule: SaveSchedule) -> bool:
+        """Return whether to save after this step: as the interval says, and at the end of the stable phase."""
+        return step == self.continuing.last_stable_step or schedule.due(step, self._checkpoints.saves())
 
     def settle(self) -> None:
         """Wait, before an update, until the copies of the current values are made."""
@@ -173,6 +179,8 @@ class Saving:
         return {
             **({} if training.base is None else {"base": training.base}),
             **({} if training.teacher is None else {"teacher": training.teacher}),
+            **({"before_decay": True} if self.continuing.is_before_decay(step) else {}),
+            **({"averages": averages} if (averages := training.averages.extra()) else {}),
             "step": step, "position": training.positions.end(step), "tokens": progress.tokens,
             "loss": progress.loss, "guard": self._guard.state(),
             "validation_loss": progress.validation_loss if progress.validated == step else None,

@@ -32,6 +32,7 @@ REFUSED: dict[str, str] = {
     "batch.global_sequences": "the order of the tokens would change",
     "batch.ramp": "the order of the tokens would change",
     "batch.virtual_ranks": "the random states belong to another number of virtual ranks",
+    "run.branch": "it began with another state",
     "data.seed": "the order of the tokens would change",
     "data.mixture": "the order of the tokens would change",
     "rollouts.replay": "the data would be another run's",

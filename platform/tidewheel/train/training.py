@@ -14,6 +14,7 @@ from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.source import Source, SourceReader
 from tidewheel.train import checks, parallel
+from tidewheel.train.averages import Averages
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.batches import BatchReader, Noise
 from tidewheel.train.collectives import Collectives
@@ -26,10 +27,11 @@ from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.parallel import ParallelModel, teacher
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale
+from tidewheel.train.rates import Rates
 from tidewheel.train.record import RunRecord
 from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
-from tidewheel.train.runtime import Runtime, read_again
+from tidewheel.train.runtime import AVERAGE, Runtime, read_again
 from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Category, Timeline
 
@@ -52,6 +54,8 @@ class Training:
     record: RunRecord
     positions: Positions
     progress: Progress
+    rates: Rates
+    averages: Averages
     base: dict[str, Any] | None = None
     """Of an adapter's run: URI, hash and vocabulary size of the frozen model, which checkpoints name."""
     teacher: dict[str, Any] | None = None
@@ -90,12 +94,15 @@ class Training:
                              steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit,
                              one_shape=config.parallel.pipeline > 1, noise=noise_of(config),
                              by_source=config.metrics.loss_by_source)
+        optimizer = build_optimizer(model, config.optimizer)
         return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
-                   optimizer=build_optimizer(model, config.optimizer),
+                   optimizer=optimizer,
                    loss_scale=LossScale() if config.precision == "fp16" else None, reader=reader,
                    record=RunRecord(run.store, runtime.generation, runtime.history),
-                   positions=positions, progress=Progress())
+                   positions=positions, progress=Progress(),
+                   rates=Rates(config, source.manifest.sequence_length),
+                   averages=Averages(config, optimizer, model))
 
     @property
     def leads(self) -> bool:
@@ -118,8 +125,9 @@ class Training:
         return [domain.name for domain in self.source.domains] if self.config.metrics.loss_by_source else []
 
     def state(self) -> dict[str, Any]:
-        """Return the tensors of the model and the optimizer."""
-        return training_state(self.model, self.optimizer)
+        """Return the tensors of the model, the optimizer and the averages."""
+        averages = self.averages.state()
+        return {**training_state(self.model, self.optimizer), **({AVERAGE: averages} if averages else {})}
 
     def event(self, kind: str, **detail: Any) -> None:
         """Record an event of the run, on rank 0."""

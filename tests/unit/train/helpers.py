@@ -87,7 +87,7 @@ class FileCheckpoints(NoCheckpoints):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+    def load_latest(self, state: dict[str, Any], usable: Any = None) -> dict[str, Any] | None:
         if not self.path.exists():
             return None
         with np.load(self.path) as saved:

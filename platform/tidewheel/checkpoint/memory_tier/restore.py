@@ -25,11 +25,11 @@ from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.slots import BLOCK_BYTES
 from tidewheel.checkpoint.memory_tier.table import Piece
 from tidewheel.checkpoint.sharding import Box
-from tidewheel.checkpoint.staging import dtype_name, flatten, local
+from tidewheel.checkpoint.staging import dtype_name, flatten, local, without_absent
 from tidewheel.checkpoint.tensor_entry import TensorEntry
 from tidewheel.errors import CheckpointError
 
-__all__ = ["Inventory", "Recoverable", "candidates", "inventory", "load", "newest_complete"]
+__all__ = ["Inventory", "Recoverable", "candidates", "describe", "inventory", "load", "newest_complete"]
 
 READERS = 4
 """Windows read at a time."""
@@ -67,6 +67,18 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
             raise other
     assert isinstance(outcomes[0], dict)
     return outcomes[0]
+
+
+def describe(recoverable: Recoverable) -> dict[str, Any] | None:
+    """Return the `extra` of a step without its tensors; None if it is damaged or gone, as a load then reports."""
+    part = PartReader(recoverable.copies[0], recoverable.run_token, None)
+    try:
+        part.describe()
+    except CheckpointError:
+        return None
+    finally:
+        part.close()
+    return part.extra
 
 
 def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | None, *,
@@ -125,6 +137,7 @@ def _requests(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader], whe
         rules = rules or parts[rank].rules
         for piece in parts[rank].pieces:
             boxes[piece.name].setdefault(piece.offsets, (rank, piece))
+    flat = without_absent(dict(flat), rules or boxes)
     requests: dict[int, list[Request]] = defaultdict(list)
     for name, tensor in flat.items():
         pieces = list(boxes.get(name, {}).values())

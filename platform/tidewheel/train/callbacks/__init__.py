@@ -6,6 +6,8 @@ from typing import Annotated
 
 from tidewheel.parts import Chosen, Kind
 from tidewheel.train.callback import Callback
+from tidewheel.train.callbacks.ema import EMA as EMA
+from tidewheel.train.callbacks.lawa import LAWA as LAWA
 from tidewheel.train.callbacks.log_progress import LogProgress as LogProgress
 
 KIND = Kind("callback", Callback, __name__, "tidewheel.callbacks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import pydantic
 from pydantic import Field
 
 from tidewheel.config import Config
@@ -38,11 +39,27 @@ class GuardsConfig(Config):
     over 200 to 500."""
     max_rollbacks: int = Field(default=5, ge=1)
     """The run ends after more rollbacks than this."""
+    rollback_rate: float = Field(default=1.0, gt=0, le=1)
+    """Multiply the learning rate by this in the `rollback_rate_steps` steps behind the checkpoint that a rollback went
+    back to; once for each rollback whose steps overlap."""
+    rollback_rate_steps: int = Field(default=0, ge=0)
+    """See `rollback_rate`."""
     collective_timeout_seconds: float = Field(default=100.0, gt=0)
     """Ranks that wait this long for another rank end with an error that names it, and the run continues without it
     (torchtitan's `train_timeout_seconds`). Must exceed the slowest step, save or evaluation of one rank."""
     start_timeout_seconds: float = Field(default=300.0, gt=0)
     """The same limit until the first step is done, while processes start, load and compile (`init_timeout_seconds`)."""
+
+    @pydantic.model_validator(mode="after")
+    def _lowers_for_some_steps(self) -> GuardsConfig:
+        if (self.rollback_rate < 1) != (self.rollback_rate_steps > 0):
+            raise ValueError(f"rollback_rate {self.rollback_rate:g} with rollback_rate_steps "
+                             f"{self.rollback_rate_steps} changes nothing: give both a factor below 1 and a number of "
+                             "steps, such as 0.5 and 100, or leave both out")
+        if self.rollback_rate_steps and not self.may_roll_back:
+            raise ValueError("rollback_rate lowers the rate after a rollback, but no policy rolls back; nearest legal "
+                             "choice: spike rollback")
+        return self
 
     @property
     def may_roll_back(self) -> bool:

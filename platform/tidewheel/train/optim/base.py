@@ -48,6 +48,9 @@ class Optimizer(Part):
     STATE: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors of each parameter. They are fp32, initially zero, and have the parameter's shape and
     placement. "step" is a scalar that counts updates."""
+    AVERAGE: ClassVar[str] = ""
+    """Name of the state tensor that is an average of the parameters, to evaluate and export beside them; "": none. It
+    has the parameters' values once there was an update."""
     NOT_REPRODUCIBLE: ClassVar[str] = "does not say that it updates each element by itself (NOT_REPRODUCIBLE = \"\")"
     """Why an update depends on how parameters are sharded; "" if the update of an element depends only on its own
     gradient and state. Reproducible mode refuses an optimizer with a reason."""

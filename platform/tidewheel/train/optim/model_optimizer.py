@@ -95,6 +95,10 @@ class ModelOptimizer:
                     tensors |= self._stored(f"{name}.{key}", value)
         return tensors
 
+    def state_tensors(self, key: str) -> list[torch.Tensor]:
+        """Return the state tensor `key` of each parameter, in the order of `named`."""
+        return [self._state(parameter)[key] for _, parameter in self.named]
+
     def started(self) -> None:
         """Handle that the parameters have been initialised."""
 

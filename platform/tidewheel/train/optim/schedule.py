@@ -34,9 +34,19 @@ class Schedule(Part):
     """Steps of linear warm-up; at most half of the run."""
     warmup_tokens: int = Field(default=0, ge=0)
     """Tokens of linear warm-up if `unit` is tokens; at most half of the run."""
+    warmup_fraction: float = Field(default=0.0, ge=0, le=0.5)
+    """Share of the run that is linear warm-up, instead of a length in steps or tokens; 0: as those say. It is rounded
+    to whole steps or tokens. 0.001 to 0.05 is usual."""
+
+    reheat: bool = False
+    """Continue a run whose rate has begun its final decay, when it gets more steps, from its newest checkpoint: the
+    rate rises again. false: from its last checkpoint before the decay (`wsd`)."""
 
     @pydantic.model_validator(mode="after")
     def _one_unit(self) -> Schedule:
+        for name in ("warmup_steps", "warmup_tokens"):
+            if self.warmup_fraction and name in self.model_fields_set and getattr(self, name):
+                raise ValueError(f"warmup_fraction and {name} are both given: leave one of them out")
         other = "warmup_tokens" if self.unit == "steps" else "warmup_steps"
         if other in self.model_fields_set and getattr(self, other):
             raise ValueError(f"{other} is given, but unit is {self.unit}: give warmup_{self.unit}, or change the unit")
@@ -44,8 +54,27 @@ class Schedule(Part):
 
     @property
     def warmup(self) -> int:
-        """Return the length of the warm-up in `unit`."""
+        """Return the configured length of the warm-up in `unit`; see `warmup_fraction` for its share."""
         return self.warmup_steps if self.unit == "steps" else self.warmup_tokens
+
+    def warmup_end(self, total: int) -> int:
+        """Return the steps or tokens (`unit`) after which the warm-up is over, at most half of the run.
+
+        Args:
+            total: steps or tokens of the whole run.
+        """
+        return min(round(self.warmup_fraction * total) if self.warmup_fraction else self.warmup, total // 2)
+
+    def decays_from(self, total: int) -> float | None:
+        """Return the steps or tokens (`unit`) after which the final decay begins; None if there is no such point.
+
+        Until then the learning rate does not depend on the end of the run, so a run that has ended can be continued
+        from there with more steps (`train.continuing`).
+
+        Args:
+            total: steps or tokens of the whole run.
+        """
+        return None
 
     def factor(self, done: int, total: int, start: int) -> float:
         """Return the share of the peak learning rate after the warm-up.
@@ -68,7 +97,7 @@ class Schedule(Part):
         Raises:
             ConfigError: `factor` failed, or returned a negative or infinite number.
         """
-        start = min(self.warmup, total // 2)
+        start = self.warmup_end(total)
         if done <= start:
             return peak * done / start
         with calling(self):

@@ -8,10 +8,13 @@ from typing import Annotated
 from tidewheel.parts import Chosen, Kind
 from tidewheel.train.optim.base import Optimizer
 from tidewheel.train.optimizers.adafactor import Adafactor as Adafactor
+from tidewheel.train.optimizers.adam import Adam as Adam
 from tidewheel.train.optimizers.adamw import AdamW as AdamW
 from tidewheel.train.optimizers.adamw8bit import AdamW8bit as AdamW8bit
+from tidewheel.train.optimizers.ademamix import AdEMAMix as AdEMAMix
 from tidewheel.train.optimizers.lion import Lion as Lion
 from tidewheel.train.optimizers.muon import Muon as Muon
+from tidewheel.train.optimizers.sgd import SGD as SGD
 
 KIND = Kind("optimizer", Optimizer, __name__, "tidewheel.optimizers")
 DEFAULT = "adamw"

@@ -63,7 +63,7 @@ class Piecewise(Schedule):
             raise ValueError("there are no pieces; give at least one")
         if any(end >= following for end, following in itertools.pairwise(ends)):
             raise ValueError(f"pieces must end one after the other, but they end at {', '.join(map(str, ends))}")
-        if len(ends) > 1 and self.warmup >= ends[0]:
+        if len(ends) > 1 and not self.warmup_fraction and self.warmup >= ends[0]:
             raise ValueError(f"the first piece ends at {ends[0]} {self.unit}, within the warm-up of {self.warmup}")
         return self
 

@@ -126,6 +126,9 @@ def test_storage_that_is_newer_is_taken(tmp_path, agents):
     both.keep(8, state(8), {"step": 8})
     assert not both.is_safe(8)  # one agent: nowhere else
     assert both.load_latest(values) == {"step": 8, "tier": "memory"}
+    assert both.load_latest(values, lambda extra: extra["step"] < 8) == {"step": 7}
+    assert equal(values, state(7))
+    assert both.load_latest(values, lambda extra: extra["step"] < 7) is None
     assert both.load_saved(values) == {"step": 7}  # a rollback
     assert both.load_latest(values) == {"step": 7}
     both.close()

@@ -124,6 +124,52 @@ def test_updates_equal_those_of_torch(kind: str):
         torch.testing.assert_close(ours.held[name], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "settings", "rule", "options"), [
+    ("sgd", {"momentum": 0.0}, torch.optim.SGD, {}),
+    ("sgd", {}, torch.optim.SGD, {"momentum": 0.9}),
+    ("sgd", {"nesterov": True}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    ("adam", {}, torch.optim.Adam, {})])
+def test_older_rules_equal_those_of_torch(kind: str, settings: dict, rule: type[torch.optim.Optimizer], options: dict):
+    """Their weight decay is added to the gradient."""
+    ours, optimizer = made(kind, weight_decay=0.1, **settings)
+    ours.take(optimizer, range(5))
+    theirs = Weights()
+    oracle = by_hand(theirs, rule, foreach=False, **options)
+    for step in range(5):
+        for name, gradient in theirs.gradients(step).items():
+            theirs.held[name].grad = gradient
+        oracle.step()
+    for name, expected in theirs.held.items():
+        torch.testing.assert_close(ours.held[name], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("grows", [0, 3])
+def test_ademamix_equals_the_algorithm_of_the_paper(grows: int):
+    """Compare with algorithm 1 and equations 3 and 4 of https://arxiv.org/abs/2409.03137 in numpy."""
+    weights, optimizer = made("ademamix", alpha_steps=grows)
+    expected = {name: p.detach().double().numpy().copy() for name, p in weights.held.items()}
+    moments = {name: np.zeros((3, *shape)) for name, shape in SHAPES.items()}
+    weights.take(optimizer, range(5), rate=1e-2)
+    for step in range(1, 6):
+        alpha, beta3 = 5.0, 0.9999
+        if grows:
+            share = step / grows
+            start, end = np.log(0.9), np.log(0.9999)
+            alpha = min(share * 5.0, 5.0)
+            exponent = start * end / ((1 - share) * end + share * start) if share < 1 else end
+            beta3 = min(np.exp(exponent), 0.9999)
+        for name, gradient in weights.gradients(step - 1).items():
+            g, (fast, slow, square) = gradient.double().numpy(), moments[name]
+            fast[:] = 0.9 * fast + 0.1 * g
+            slow[:] = beta3 * slow + (1 - beta3) * g
+            square[:] = 0.999 * square + 0.001 * g * g
+            direction = (fast / (1 - 0.9**step) + alpha * slow) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
+            decay = 0.1 if name.endswith(("wq.weight", "output.weight")) else 0.0
+            expected[name] -= 1e-2 * (direction + decay * expected[name])
+    for name, value in expected.items():
+        np.testing.assert_allclose(weights.held[name].detach().numpy(), value, rtol=1e-4, atol=2e-5)
+
+
 def test_lion_equals_the_algorithm_of_the_paper():
     """Compare with algorithm 2 of https://arxiv.org/abs/2302.06675 in numpy."""
     weights, optimizer = made("lion")

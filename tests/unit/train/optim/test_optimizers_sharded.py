@@ -22,7 +22,7 @@ from tidewheel.train.optim.build import build_optimizer, training_state
 RANKS, STEPS = 4, 3
 LAYOUTS = {"rows": ((RANKS,), ("shard",)), "replicas": ((2, 2), ("replicate", "shard")),
            "tensor and rows": ((2, 2), ("shard", "tensor"))}
-EXACT = {"adamw", "lion", "adamw8bit"}
+EXACT = {"sgd", "adam", "adamw", "ademamix", "lion", "adamw8bit"}
 """Optimizers that work element-wise or by row: the same bits for any sharding."""
 
 

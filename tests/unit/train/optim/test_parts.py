@@ -106,7 +106,7 @@ def test_the_recipe_hash_depends_on_the_source_of_a_users_part(own: str):
 def test_reproducibility_and_state_bytes_come_from_the_part(own: str):
     momentum = config(optimizer=f"{own}:Momentum", reproducible=True)
     assert Job(momentum, 128, 16).optimizer_bytes == 4
-    with pytest.raises(ConfigError, match=r"does not say that it updates each element by itself.*choice: adamw, lion"):
+    with pytest.raises(ConfigError, match=r"updates each element by itself.*choice: adam, adamw, ademamix, lion"):
         config(optimizer=f"{own}:Forgetful", reproducible=True)
     with pytest.raises(ConfigError, match=r"adamw8bit quantises .*nearest legal choice: optimizer.kind adafactor, ad"):
         config(optimizer="adamw8bit", parallel={"data": "zero3", "offload": True})

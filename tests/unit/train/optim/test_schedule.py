@@ -1,5 +1,7 @@
 """Tests of schedules: ends, bounds and forms, in steps and in tokens."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ schedules = st.one_of(
     st.builds(Constant, warmup_steps=warmups), st.builds(Cosine, warmup_steps=warmups, final_fraction=ends),
     st.builds(Linear, warmup_steps=warmups, final_fraction=ends),
     st.builds(WSD, warmup_steps=warmups, final_fraction=ends, decay_fraction=st.floats(0.01, 1),
-              decay_form=st.sampled_from(["linear", "1-sqrt"])))
+              decay_form=st.sampled_from(["linear", "1-sqrt", "cosine"])))
 
 
 def rates(steps: int, config: Schedule, peak: float = 2.0) -> list[float]:
@@ -63,7 +65,21 @@ def test_each_form_has_the_known_values():
     assert stable[84] == pytest.approx(2.0 * (1 - 0.25**0.5)), "a quarter into the decay"
     linear = rates(100, wsd.model_copy(update={"decay_form": "linear"}))
     assert linear[84] == pytest.approx(2.0 * 0.75)
+    cosine = rates(100, wsd.model_copy(update={"decay_form": "cosine"}))
+    assert cosine[84] == pytest.approx(2.0 * (0.5 + 0.5 * math.cos(math.pi / 4)))
+    exponential = rates(100, WSD(warmup_steps=10, final_fraction=0.1, decay_form="exponential"))
+    assert exponential[79:] == pytest.approx([2.0 * 0.1 ** (step / 20) for step in range(21)]), "one factor a step"
     assert max(rates(4, Cosine(warmup_steps=10))) == 2.0, "a run shorter than its warm-up reaches its peak"
+
+
+@given(st.integers(20, 400), st.integers(1, 40))
+def test_warm_up_and_decay_as_shares_are_those_of_their_steps(steps: int, percent: int):
+    share, length = percent / 100, round(percent / 100 * steps)
+    assert rates(steps, Cosine(warmup_fraction=share)) == rates(steps, Cosine(warmup_steps=length))
+    decayed = rates(steps, WSD(warmup_steps=0, decay_steps=length or 1))
+    assert decayed == pytest.approx(rates(steps, WSD(warmup_steps=0, decay_fraction=(length or 1) / steps)))
+    tokens = WSD(unit="tokens", warmup_steps=0, decay_tokens=(length or 1) * 64)
+    assert decayed == [tokens.learning_rate(step * 64, steps * 64, 2.0) for step in range(1, steps + 1)]
 
 
 def test_pieces_follow_each_other():

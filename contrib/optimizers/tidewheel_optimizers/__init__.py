@@ -1,0 +1,1 @@
+"""Optimizers for study and comparison, one module each."""

@@ -1,0 +1,43 @@
+"""Adam of torch, whose weight decay is added to the gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, field_validator
+
+from tidewheel.train.optim.base import Optimizer, moment_decays, on_cuda
+from tidewheel.versions import Version
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Adam(Optimizer):
+    """Adam (https://arxiv.org/abs/1412.6980), `torch.optim.Adam`, fused on CUDA.
+
+    Its weight decay is added to the gradient (L2), so that it is divided by the second moment like the gradient;
+    https://arxiv.org/abs/1711.05101 says why `adamw` decouples it.
+    """
+
+    VERSION = Version("optimizer_adam", uses=(Optimizer.VERSION,))
+    STATE = ("step", "exp_avg", "exp_avg_sq")
+    NOT_REPRODUCIBLE = ""
+
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decays of the first and second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the square root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Share of each matrix that is added to its gradient."""
+
+    _betas = field_validator("betas")(moment_decays)
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        import torch
+
+        fused = on_cuda(groups)
+        return torch.optim.Adam(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=not fused,
+                                fused=fused)
