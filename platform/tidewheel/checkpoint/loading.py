@@ -33,23 +33,23 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
         on_refused: called with the name of each damaged or partial checkpoint that is skipped, and the reason.
 
     Returns:
-        the checkpoint's `extra`; None when nothing was ever committed.
+        the checkpoint's `extra`; None when nothing was ever committed, or only what is suspect now.
 
     Raises:
         CheckpointError: there are committed checkpoints but none is intact, or the state does not fit.
         StorageError: the store does not answer.
     """
-    listed = peers.from_first(lambda: [(info.name, info.committed, info.problem)
+    listed = peers.from_first(lambda: [(info.name, info.committed and not info.suspect, info.problem)
                                        for info in reversed(list_checkpoints(store))])
     refused = []
-    for name, committed, problem in listed:
+    for name, counts, problem in listed:
         manifest, problems = _inspect(store, peers, name) if not problem else (None, [problem])
         if manifest is not None and not problems:
             _load(store, peers, name, manifest, flat)
             return manifest.extra
         reason = "; ".join(problems)
         on_refused(name, reason)
-        if committed:
+        if counts:
             refused.append(f"{name} ({reason})")
     if refused:
         raise CheckpointError(f"none of {len(refused)} checkpoints is intact: {', '.join(refused)[:500]}",

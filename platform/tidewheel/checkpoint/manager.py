@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tidewheel.checkpoint import suspects
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
 from tidewheel.checkpoint.dcp import StagedPlanner, Writer
 from tidewheel.checkpoint.loading import load_newest, load_uri, reason_of
@@ -202,6 +203,18 @@ class CheckpointManager:
     def saves(self) -> Saves:
         """Return the state of saving: failures in a row, and the cost of the last save."""
         return self._saves
+
+    def distrust(self, after: int, detail: dict[str, Any]) -> None:
+        """Mark all states of later steps as suspect; see `suspects`. Called on rank 0.
+
+        Args:
+            after: the last step that is known good.
+            detail: why, JSON values.
+
+        Raises:
+            StorageError: the mark cannot be written.
+        """
+        suspects.write(self.store, self._generation or 0, after, detail)
 
     # without a memory tier there are only checkpoints in storage
     def has_memory(self) -> bool:

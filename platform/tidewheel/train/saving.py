@@ -173,6 +173,7 @@ class Saving:
         return {
             **({} if training.base is None else {"base": training.base}),
             **({} if training.teacher is None else {"teacher": training.teacher}),
+            **({"verified": progress.verified} if training.config.guards.recomputation is not None else {}),
             "step": step, "position": training.positions.end(step), "tokens": progress.tokens,
             "loss": progress.loss, "guard": self._guard.state(),
             "validation_loss": progress.validation_loss if progress.validated == step else None,
