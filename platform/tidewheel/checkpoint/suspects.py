@@ -1,7 +1,7 @@
 """States of a run that may hold silent corruption, and are therefore never loaded. No torch.
 
-Each time corruption is found, `checkpoints/suspects/GENERATION.json` says after which step the states of this generation
-and of earlier ones are suspect. A later generation repeats these steps, so what it saves is good again.
+Each time corruption is found, `checkpoints/suspects/GENERATION.json` says after which step the states of this
+generation and of earlier ones are suspect. A later generation repeats these steps, so what it saves is good again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Digests of tensors that a device computes itself, so that 8 bytes travel instead of a gradient.
+"""Digests of tensors that their device computes, so that 8 bytes travel instead of a gradient.
 
-A digest is the sum of all words of the tensors' bytes, each multiplied by an odd random number that belongs to its
-place, modulo 2^64 (multilinear hashing, https://arxiv.org/abs/1202.4961). Integer sums have the same bits in every
-order, so a GPU may add as it likes. A change of a single word always changes the digest, because an odd factor has an
-inverse; other changes escape with a probability of about 2^-32. It does not withstand an attacker.
+On a CPU it is XXH3 of the tensors' bytes. On other devices it is the sum of all words of the bytes, each multiplied by an
+odd random number that belongs to its place, modulo 2^64 (multilinear hashing, https://arxiv.org/abs/1202.4961). Integer
+sums have the same bits in every order, so a GPU may add as it likes. A change of a single word always changes the sum,
+because an odd factor has an inverse; other changes escape with a probability of about 2^-32. Neither withstands an
+attacker.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import xxhash
 
 BLOCK = 1 << 14
 """Words that share one table of factors; each block has a factor of its own besides."""
@@ -27,6 +29,21 @@ HALF = 1 << 32
 
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the digest of the bytes of tensors in this order, an int64 scalar on their device.
+
+    Args:
+        tensors: of any shapes and dtypes, on one device; at least one.
+    """
+    held = [tensor.detach().reshape(-1) for tensor in tensors]
+    if held[0].device.type != "cpu":
+        return multilinear(held)
+    hashed = xxhash.xxh3_64()
+    for flat in held:
+        hashed.update(flat.view(torch.uint8).numpy())
+    return torch.tensor(hashed.intdigest() - (1 << 63), dtype=torch.int64)
+
+
+def multilinear(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the words of tensors times their factors, an int64 scalar on their device.
 
     Args:
         tensors: of any shapes and dtypes, on one device; at least one.
@@ -88,9 +105,8 @@ def of_batch(batch: Any) -> int:
     tensors: list[torch.Tensor] = []
     others: list[str] = []
     _collect(batch, tensors, others)
-    values = [int(digest([tensor])) for tensor in tensors if tensor.numel()]
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    return combined([*values, token(0, repr((others, shapes)))])
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return combined([int(digest(tensors)), token(0, repr((others, shapes)))])
 
 
 def _collect(value: Any, tensors: list[torch.Tensor], others: list[str]) -> None:
