@@ -42,8 +42,8 @@ RANKS = 3
 BOUND = 0.02
 BAD_CORES = 20
 """Cores that flip a bit in every step, of each place."""
-PAIRS = 40
-"""Checked and unchecked steps whose processor time is compared."""
+PAIRS = {"tiny": 40, "larger": 10}
+"""Checked and unchecked steps whose processor time is compared, by model."""
 LAYOUT = ("parallel.data=ddp", "batch.virtual_ranks=3", "batch.global_sequences=3", "batch.micro_sequences=1",
           "model.num_layers=1")
 LARGER = ("batch.global_sequences=6", "batch.micro_sequences=2", "optimizer.learning_rate=1e-4",
@@ -116,10 +116,10 @@ def clean(rig: Rig, steps: int) -> int:
     return sum(rig.found() is not None for _ in range(steps))
 
 
-def cost(rig: Rig) -> tuple[float, float]:
+def cost(rig: Rig, pairs: int) -> tuple[float, float]:
     """Return the median CPU seconds of all ranks for a step without a check and with one."""
     taken: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(2 * (PAIRS + 2)):
+    for number in range(2 * (pairs + 2)):
         checked = number % 2 == 1
         used = time.process_time()
         rig.train(checked=checked)
@@ -148,16 +148,17 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
                     flips_of_state(rig, place, flips // len(PLACES), each) if place in STATE
                     else flips_of_a_step(rig, place, flips // len(PLACES))))]
             if each == 1.0:
-                results["cost"]["tiny"] = cost(rig)
+                results["cost"]["tiny"] = cost(rig, PAIRS["tiny"])
             else:
                 results["bad"] = [line for place in PLACES if place not in STATE for line in done(
                     f"{place} in every step", bad_cores(rig, place, min(BAD_CORES, flips // len(PLACES))))]
             rig.go_back()
             results[f"alarms {each:g}"] = clean(rig, clean_steps_at(each, clean_steps))
             rig.close()
-        rig = Rig(settings(Path(folder, "long"), "larger", 1.0, *LAYOUT, *LARGER), rank, RANKS)
-        results["cost"]["larger"] = cost(rig)
-        rig.close()
+        if (larger := Path(folder, "long")).exists():
+            rig = Rig(settings(larger, "larger", 1.0, *LAYOUT, *LARGER), rank, RANKS)
+            results["cost"]["larger"] = cost(rig, PAIRS["larger"])
+            rig.close()
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
 

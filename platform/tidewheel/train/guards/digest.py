@@ -1,10 +1,10 @@
 """Digests of tensors that their device computes, so that 8 bytes travel instead of a gradient.
 
-On a CPU it is XXH3 of the tensors' bytes. On other devices it is the sum of all words of the bytes, each multiplied by an
-odd random number that belongs to its place, modulo 2^64 (multilinear hashing, https://arxiv.org/abs/1202.4961). Integer
-sums have the same bits in every order, so a GPU may add as it likes. A change of a single word always changes the sum,
-because an odd factor has an inverse; other changes escape with a probability of about 2^-32. Neither withstands an
-attacker.
+On a CPU it is XXH3 of the tensors' bytes. On other devices it is the sum of all words of the bytes, each multiplied by
+an odd random number that belongs to its place, modulo 2^64 (multilinear hashing, https://arxiv.org/abs/1202.4961).
+Integer sums have the same bits in every order, so a GPU may add as it likes. A change of a single word always changes
+the sum, because an odd factor has an inverse; other changes escape with a probability of about 2^-32. Neither
+withstands an attacker.
 """
 
 from __future__ import annotations

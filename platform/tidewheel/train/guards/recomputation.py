@@ -180,11 +180,11 @@ class Recomputation:
         training = self._training
         good = training.progress.verified
         ranks = sorted({rank for finding in findings for rank in finding.ranks})
-        detail = {"step": step, "since": good + 1, "back_to": good, "ranks": ranks,
+        text = "; ".join(f"{finding.place} of {finding.text}" for finding in findings)
+        detail = {"step": step, "since": good + 1, "back_to": good, "what": text, "ranks": ranks,
                   "nodes": sorted({self._names[rank] for rank in ranks}),
                   "found": [{"place": finding.place, "ranks": list(finding.ranks), "certain": finding.certain,
                              "evidence": dict(finding.evidence)} for finding in findings]}
-        text = "; ".join(f"{finding.place} of {finding.text}" for finding in findings)
         if training.leads:
             training.retry(lambda: training.runtime.checkpoints.distrust(good, detail))
             training.event("corruption", **detail)
