@@ -34,17 +34,17 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
         usable: called with the `extra` of a checkpoint, which is passed by if it returns False; None: all are.
 
     Returns:
-        the checkpoint's `extra`; None when nothing was ever committed, or when `usable` refused a checkpoint and no
-        other is left.
+        the checkpoint's `extra`; None when nothing was ever committed, or when no checkpoint is left that is neither
+        suspect nor refused by `usable`.
 
     Raises:
         CheckpointError: there are committed checkpoints but none is intact, or the state does not fit.
         StorageError: the store does not answer.
     """
-    listed = peers.from_first(lambda: [(info.name, info.committed, info.problem)
+    listed = peers.from_first(lambda: [(info.name, info.committed and not info.suspect, info.problem)
                                        for info in reversed(list_checkpoints(store))])
     refused, passed_by = [], False
-    for name, committed, problem in listed:
+    for name, counts, problem in listed:
         if usable is not None and not problem and not usable(_manifest(store, peers, name).extra):
             passed_by = True
             continue
@@ -54,7 +54,7 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
             return manifest.extra
         reason = "; ".join(problems)
         on_refused(name, reason)
-        if committed:
+        if counts:
             refused.append(f"{name} ({reason})")
     if refused and not passed_by:
         raise CheckpointError(f"none of {len(refused)} checkpoints is intact: {', '.join(refused)[:500]}",

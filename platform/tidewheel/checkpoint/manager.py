@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tidewheel.checkpoint import suspects
 from tidewheel.checkpoint.agreement import Agreement
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
 from tidewheel.checkpoint.loading import load_newest, load_step, load_uri, reason_of
@@ -203,6 +204,18 @@ class CheckpointManager:
     def saves(self) -> Saves:
         """Return the state of saving: failures in a row, and the cost of the last save."""
         return self._saves
+
+    def distrust(self, after: int, detail: dict[str, Any]) -> None:
+        """Mark all states of later steps as suspect; see `suspects`. Called on rank 0.
+
+        Args:
+            after: the last step that is known good.
+            detail: why, JSON values.
+
+        Raises:
+            StorageError: the mark cannot be written.
+        """
+        suspects.write(self.store, self._generation or 0, after, detail)
 
     # without a memory tier there are only checkpoints in storage
     def has_memory(self) -> bool:

@@ -28,7 +28,7 @@ class Keep:
             raise ValueError(f"keep_last is at least 1, keep_best and keep_every 0; got {self}")
 
     def names(self, good: Sequence[CheckpointInfo]) -> set[str]:
-        """Return the names of the checkpoints to keep.
+        """Return the names of the checkpoints to keep. The newest that is known to be free of corruption is one.
 
         Args:
             good: complete checkpoints not known to be damaged, the newest last.
@@ -38,8 +38,10 @@ class Keep:
         newest = {info.name for info in good[-self.last:]}
         continuable = {info.name for info in [info for info in good if info.before_decay][-1:]}
         best = {name for _, _, name in scored[:self.best]}
+        verified = good[-1].verified if good else None
+        known = [info.name for info in good if verified is not None and info.step <= verified][-1:]
         multiples = {info.name for info in good if self.every and info.step and info.step % self.every == 0}
-        return newest | continuable | best | multiples
+        return newest | continuable | best | multiples | set(known)
 
 
 @dataclass(frozen=True)

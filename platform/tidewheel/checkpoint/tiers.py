@@ -12,6 +12,7 @@ from tidewheel.checkpoint.memory_tier.interval import KeepInterval
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, describe, inventory, load
+from tidewheel.checkpoint.suspects import Suspects
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, StorageError
@@ -140,6 +141,15 @@ class TieredCheckpoints:
         """Return the state of saving to storage."""
         return self._saved.saves()
 
+    def distrust(self, after: int, detail: dict[str, Any]) -> None:
+        """Mark all states of later steps as suspect, in both tiers; see `CheckpointManager.distrust`.
+
+        Args:
+            after: the last step that is known good.
+            detail: why, JSON values.
+        """
+        self._saved.distrust(after, detail)
+
     def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         """Fill the tensors of `state` in place from another run's checkpoint; return which one it was."""
         return self._saved.load_from(uri, state, head)
@@ -187,9 +197,11 @@ class TieredCheckpoints:
         in_memory = candidates(inventory(self._placement.known, self._placement.token, generation=self._generation))
         try:
             oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if in_memory else (0, 0)
+            suspects = Suspects.of(self._saved.store) if in_memory else Suspects()
         except StorageError:
-            oldest = (0, 0)  # storage does not answer, so memory is all there is
-        newer = [state for state in in_memory if (epoch_of(state.generation), state.step) >= oldest]
+            oldest, suspects = (0, 0), Suspects()  # storage does not answer, so memory is all there is
+        newer = [state for state in in_memory if (epoch_of(state.generation), state.step) >= oldest
+                 and not suspects.cover(state.step, state.generation)]
         if usable is None:
             return newer
         return [state for state in newer if (extra := describe(state)) is None or usable(extra)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from tidewheel import storage
 from tidewheel.checkpoint.manifest import KEY, NAME, CheckpointManifest, parse_manifest, read_manifest, step_of
+from tidewheel.checkpoint.suspects import Suspects
 from tidewheel.commit_log import CommitLog, epoch_of
 from tidewheel.errors import CheckpointError, StorageError
 from tidewheel.storage import Stamp, Store
@@ -41,6 +42,10 @@ class CheckpointInfo:
     """Number of the worker group that wrote it."""
     before_decay: bool = False
     """Whether the schedule's final decay begins later, so that a run with more steps continues from here."""
+    verified: int | None = None
+    """Last step that was known good when it was saved; None: nobody checked."""
+    suspect: bool = False
+    """It may hold silent corruption, see `suspects`."""
 
 
 def list_checkpoints(store: Store) -> list[CheckpointInfo]:
@@ -54,11 +59,13 @@ def list_checkpoints(store: Store) -> list[CheckpointInfo]:
     head = CommitLog(store).head()
     order = {} if head is None else {name: index for index, name in enumerate(head.checkpoints)}
     folders: dict[str, dict[str, int]] = {}
-    for entry in store.list():
+    entries = store.list()
+    for entry in entries:
         name, _, key = entry.key.partition("/")
         if key and NAME.fullmatch(name):
             folders.setdefault(name, {})[key] = entry.bytes
-    checkpoints = [_info(store, name, sizes) for name, sizes in folders.items()]
+    suspects = Suspects.among(store, (entry.key for entry in entries))
+    checkpoints = [_judged(_info(store, name, sizes), suspects) for name, sizes in folders.items()]
     if head is None:
         return sorted(checkpoints, key=lambda info: info.step)
     checkpoints = [info if info.name in order else _uncommitted(info) for info in checkpoints]
@@ -66,7 +73,7 @@ def list_checkpoints(store: Store) -> list[CheckpointInfo]:
 
 
 def newest_committed(store: Store, *, seconds: float | None = None) -> tuple[int, int]:
-    """Return (epoch, step) of the newest committed checkpoint, intact or not; (0, 0) when there is none.
+    """Return (epoch, step) of the newest committed checkpoint that is not suspect, intact or not; (0, 0) without one.
 
     Args:
         store: a run's `checkpoints` folder.
@@ -85,6 +92,9 @@ def newest_committed(store: Store, *, seconds: float | None = None) -> tuple[int
 
 
 def _newest_committed(store: Store) -> tuple[int, int]:
+    if Suspects.of(store).after:  # manifests say which are: reading them all is slow, and rarely necessary
+        good = [info for info in list_checkpoints(store) if info.committed and not info.suspect]
+        return (epoch_of(good[-1].generation), good[-1].step) if good else (0, 0)
     head = CommitLog(store).head()
     if head is not None:
         names = [name for name in head.checkpoints if NAME.fullmatch(name)]
@@ -96,6 +106,13 @@ def _newest_committed(store: Store) -> tuple[int, int]:
 def _uncommitted(info: CheckpointInfo) -> CheckpointInfo:
     problem = info.problem or "not committed: its writer was stopped, or no longer owned the run"
     return replace(info, committed=False, complete=False, problem=problem)
+
+
+def _judged(info: CheckpointInfo, suspects: Suspects) -> CheckpointInfo:
+    if not suspects.cover(info.step, info.generation):
+        return info
+    problem = "; ".join(filter(None, ("suspect: saved after corruption that was found later", info.problem)))
+    return replace(info, complete=False, problem=problem, suspect=True)
 
 
 def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
@@ -113,12 +130,18 @@ def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
                           problem=problem, validation_loss=_validation_loss(manifest),
                           keys=tuple(f"{name}/{key}" for key in sizes), files=files,
                           generation=manifest.generation if manifest else 0,
-                          before_decay=manifest is not None and manifest.extra.get("before_decay") is True)
+                          before_decay=manifest is not None and manifest.extra.get("before_decay") is True,
+                          verified=_verified(manifest))
 
 
 def _validation_loss(manifest: CheckpointManifest | None) -> float | None:
     loss = manifest.extra.get("validation_loss") if manifest is not None else None
     return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+
+def _verified(manifest: CheckpointManifest | None) -> int | None:
+    step = manifest.extra.get("verified") if manifest is not None else None
+    return step if isinstance(step, int) else None
 
 
 def _missing(manifest: CheckpointManifest, sizes: dict[str, int]) -> list[str]:

@@ -8,6 +8,7 @@ echoes. The cause is the first report that is not an echo (`elastic.faults` tell
 | a process or node is lost or silent | no worker | the others continue, however often it happens |
 | echoes only (a broken network, a hang without a culprit) | all workers | one more attempt, counted |
 | a worker's own error, and the others can continue without it | the worker | its process is left out |
+| workers found that one of them computed other bits | that worker | its node is left out |
 | the same kind of error on several nodes, in one generation | the run | it ends if the error is fatal, else counted |
 | the same kind again from another node | the run | the same, and the worker that raised it is left out |
 | a worker's own error, and no legal size without it | the run | the same |
@@ -31,6 +32,9 @@ from enum import StrEnum
 
 from tidewheel.elastic.policy import Backoff
 
+CORRUPTION = "SilentCorruptionError"
+"""Kind of fault whose node is left out at the first time: a self-test rarely finds what computes wrongly once in a
+while."""
 REMEMBERED = 64
 """Number of earlier faults with which a new one is compared."""
 
@@ -192,6 +196,8 @@ class Blame:
 
 def _escalated(cause: Fault, strikes: Sequence[Fault]) -> Level:
     """Return what to leave out after earlier faults of the same node."""
+    if cause.kind == CORRUPTION:
+        return Level.NODE
     same_device = any(strike.device == cause.device for strike in strikes)
     if len(strikes) >= 2 or (same_device and not cause.device):
         return Level.NODE

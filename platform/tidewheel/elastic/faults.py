@@ -30,7 +30,7 @@ class Report:
     error_kind: str = ""
     """Class of an error that the worker raised first; "" without an error, or for an echo."""
     accused: tuple[int, ...] = ()
-    """Ranks that do not respond."""
+    """Ranks that do not respond, or that computed wrongly."""
     saved_step: int | None = None
     """Step of the committed save of a preempted worker."""
 
@@ -44,10 +44,11 @@ def report(error: BaseException, *, broken: bool, stepped: bool) -> Report:
         stepped: the run has done a step. Before the first step, unavailable storage means a wrong address.
     """
     from tidewheel.train.guards.hang import HangError
+    from tidewheel.train.guards.verdict import SilentCorruptionError
 
     cause = root_cause(error)
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, HangError):
+    if isinstance(error, (HangError, SilentCorruptionError)):
         return Report(ExitReason.FAILED, text, accused=error.ranks)
     # broken connections also break storage requests and checkpoints, and lead to mistakes that are none
     may_follow = not isinstance(cause, TidewheelError) or isinstance(cause, (CheckpointError, StorageAwayError))

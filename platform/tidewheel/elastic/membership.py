@@ -216,7 +216,7 @@ class Membership:
         for rank in message.accused:
             accused = self.workers.get(generation.members[rank]) if 0 <= rank < len(generation.members) else None
             if accused is not None:
-                self._note(generation, accused, "HangError", message.text, fatal=False)
+                self._note(generation, accused, message.text.partition(":")[0], message.text, fatal=False)
         if message.saved_step is not None:
             self._saved = message.saved_step
             generation.step = message.saved_step

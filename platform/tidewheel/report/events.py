@@ -15,7 +15,8 @@ CONSEQUENCES = frozenset({"start", "resize", "resume"})
 QUIET = frozenset({"save", "commit"})  # there are many, so they have a row of their own in the clock figure
 SAME_FAILURE_SECONDS = 30.0  # a lost node and the failure of its workers are noticed separately
 GUARD = "guard"  # a bad step; marked on the loss curve, since there may be many
-SAYS_ITS_STEP = QUIET | {"start", "resume", "finish", GUARD, "rollback"}  # the metrics say the step of the others
+# the metrics say the step of the others
+SAYS_ITS_STEP = QUIET | {"start", "resume", "finish", GUARD, "rollback", "corruption"}
 SLACK_SECONDS = 0.05  # between a worker's clock reading and the event's
 LOST = ("redone", "save_stall", "detection", "restart", "idle")
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 SECRET = re.compile(r"secret|passw|credential|api_?key|access_?key|authori[sz]ation|(^|_)token$", re.I)
 MAX_EVENTS = 200
 BADGES = {**dict.fromkeys(("node_lost", "failure", "worker_left_out", "checkpoint_refused", "guard", "rollback",
-                           "hang"), "bad"),
+                           "hang", "corruption"), "bad"),
           **dict.fromkeys(("node_joined", "worker_readmitted", "finish"), "good")}
 DAY = 86_400
 

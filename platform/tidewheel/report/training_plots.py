@@ -13,6 +13,7 @@ from tidewheel.report.plots import CHARACTER, Scale, Svg, grid, lanes, legend, m
 CATEGORIES = ("productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
 COLOURS = {name: f"var(--{name})" for name in CATEGORIES}
 TONES = {"node_lost": "var(--bad)", "failure": "var(--bad)", "rollback": "var(--bad)", "hang": "var(--bad)",
+         "corruption": "var(--bad)",
          "checkpoint_refused": "var(--bad)", "worker_left_out": "var(--bad)", "worker_readmitted": "var(--good)",
          "node_joined": "var(--good)", "finish": "var(--soft)", "start": "var(--soft)"}
 LEFT, RIGHT = 52.0, 880.0

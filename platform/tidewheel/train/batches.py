@@ -89,6 +89,16 @@ class BatchReader:
         batch, copied = result(self._pending.pop(step), self._limit)
         return replace(batch, micro_batches=self._copies.take(batch.micro_batches, copied))
 
+    def read_for(self, step: int, share: MicroBatchShare) -> list[MicroBatch]:
+        """Read the micro-batches of another data rank, or this rank's once more, from the shard set; wait for them.
+
+        Args:
+            step: whose batch it is.
+            share: the micro-batches of that rank.
+        """
+        batch, copied = result(self._thread.submit(self._load, step, share), self._limit)
+        return self._copies.take(batch.micro_batches, copied)
+
     def start_over(self, positions: Positions) -> None:
         """Drop what was read ahead, and take other positions from now on."""
         self._positions = positions
@@ -109,15 +119,15 @@ class BatchReader:
         self._thread.stop(wait=False)
         self._loader.close()
 
-    def _load(self, step: int) -> tuple[RankBatch, Any]:
+    def _load(self, step: int, share: MicroBatchShare | None = None) -> tuple[RankBatch, Any]:
         with self._limit.applied():
-            return self._read(step)
+            return self._read(step, share or self._share)
 
-    def _read(self, step: int) -> tuple[RankBatch, Any]:
+    def _read(self, step: int, share: MicroBatchShare) -> tuple[RankBatch, Any]:
         """Return a batch and the event behind its copies to the device."""
         positions, size = self._positions.of(step), self._config.micro_sequences
         per_virtual = len(positions) // self._config.virtual_ranks
-        mine = sequence_indices(self._share, len(positions), size)
+        mine = sequence_indices(share, len(positions), size)
         chosen = mine
         if self._config.group_by_length:
             lengths = self._loader.lengths(positions)

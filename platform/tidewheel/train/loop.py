@@ -24,6 +24,7 @@ from tidewheel.train.growth import Growth
 from tidewheel.train.guarding import Guarding
 from tidewheel.train.guards.hang import Watch
 from tidewheel.train.guards.policy import Guard
+from tidewheel.train.guards.recomputation import Recomputation
 from tidewheel.train.logs.line import HERE
 from tidewheel.train.metrics.own_time import DeviceTime
 from tidewheel.train.metrics.reporter import Reporter
@@ -58,6 +59,7 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
         ConfigError, ShardError, CheckpointError, StorageError: a problem that the user can fix.
         HangError, RuntimeError: a collective failed because another rank hangs or is gone; start again with the ranks
             that are left.
+        SilentCorruptionError: two workers computed different bits; start again without those that it names.
         Preempted: the cluster changes the ranks, and everything is saved.
     """
     began = time.time()
@@ -121,6 +123,7 @@ class Loop:
         self._ahead = RunningAhead(training, self._saving, self._evaluating)
         self._recording = Recording(training, self._metrics, self._callbacks)
         self._guarding = Guarding(training, guard, self._resuming, self._metrics, self._callbacks)
+        self._recomputation = Recomputation(training)
         self._publishing = Publishing(config, training.model, training.record.store)
         self._growth = Growth(config, training.source, training.collectives, training.record, runtime.control,
                               training.retry)
@@ -275,10 +278,11 @@ class Loop:
     def _enqueue(self, step: int, batch: RankBatch) -> StartedStep:
         training, config = self._training, self._training.config
         training.optimizer.set_learning_rate(training.rates.of(step))
+        before_update = self._recomputation.before(step, batch.micro_batches, self._saving.settle)
         started = start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
                           virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
                           precision=config.precision, loss_scale=training.loss_scale,
-                          ask=partial(self._ahead.ask, step), guard=self._guard, before_update=self._saving.settle,
+                          ask=partial(self._ahead.ask, step), guard=self._guard, before_update=before_update,
                           sources=len(training.sources))
         training.averages.take(step)
         return started

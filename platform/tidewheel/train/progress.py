@@ -34,6 +34,7 @@ LINES = {
     "guard": "{reason} at step {step}: {action} (loss {loss}, gradient norm {gradient_norm})",
     "rollback": "rolled back from step {step} to {back_to}; skipping {count} sequences from position {position}",
     "hang": "{found}",
+    "corruption": "silent corruption at step {step}, since step {since} at the earliest: {what}, of {nodes}",
     "shard_read_again": "{shard} was read again: {problem}",
     "memory_refused": "step {step} in memory is refused: {reason}; trying an older one",
     "memory_tier_lost": "rank {rank} no longer keeps snapshots in memory: {reason}",

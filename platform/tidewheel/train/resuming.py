@@ -92,6 +92,7 @@ class Resuming:
         """Continue from the checkpoint that was loaded, given its `extra`."""
         training, progress = self._training, self._training.progress
         progress.step = int(extra["step"])
+        progress.verified = min(progress.step, int(extra.get("verified", progress.step)))
         self._saving.continue_from(extra)
         progress.tokens, progress.loss = int(extra["tokens"]), extra["loss"]
         progress.sources = {name: list(sums) for name, sums in extra.get("sources", {}).items()}

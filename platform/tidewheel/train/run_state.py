@@ -25,6 +25,8 @@ class Progress:
     """Step of the last save."""
     sources: dict[str, list[float]] = field(default_factory=dict)
     """Nats and predicted tokens of each source since the last line of metrics, if losses are reported by source."""
+    verified: int = 0
+    """Last step whose state is known good, if `guards.recomputation` checks the run."""
     skipped_keeps: int = 0
     """Steps of this generation whose copy to the memory tier was due and not made, because a rank could not make it."""
 

@@ -156,6 +156,16 @@ class Checkpointer(Protocol):
     def saves(self) -> Saves:
         """Return the state of the run's saves; called on rank 0."""
 
+    def distrust(self, after: int, detail: dict[str, Any]) -> None:
+        """Mark all states of later steps that this generation or an earlier one has saved, or still saves, as suspect.
+
+        They are never loaded. Called on rank 0.
+
+        Args:
+            after: the last step that is known good.
+            detail: why, JSON values.
+        """
+
 
 class Preempted(Exception):
     """The coordinator ended this generation at a step boundary, with everything saved: call `train` in the next one.
@@ -287,6 +297,9 @@ class NoCheckpoints(Checkpointer):
 
     def saves(self) -> Saves:
         return Saves()
+
+    def distrust(self, after: int, detail: dict[str, Any]) -> None:
+        return
 
 
 class NoControl(Control):

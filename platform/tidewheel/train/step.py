@@ -197,11 +197,7 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         before_update: called before any parameter changes.
         sources: number of sources whose losses are reported; 0: none are.
     """
-    model.zero_grad()
-    tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
-    scaled = 1.0 if loss_scale is None else loss_scale.of_sums(tokens_at_most)
-    losses = model.forward_backward(micro_batches, precision_context(collectives.device, precision),
-                                    scale=None if loss_scale is None else scaled)
+    losses, scaled = find_gradients(model, micro_batches, collectives.device, precision, loss_scale)
     gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
     chosen = collectives.to_device(_owners(model, micro_batches, virtual_ranks))
     names = model.objective.METRICS
@@ -234,6 +230,28 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics / targets, nats, counts[3:], load,
                            judged])
     return StartedStep(collectives.to_host_later(on_device), guard, names, model.experts.loads, sources)
+
+
+def find_gradients(model: ParallelModel, micro_batches: Sequence[MicroBatch], device: torch.device,
+                   precision: Precision, loss_scale: LossScale | None) -> tuple[torch.Tensor, float]:
+    """Replace the gradients by those of a step's batch, summed over ranks.
+
+    Args:
+        model: this rank's part of the model.
+        micro_batches: of this rank.
+        device: that computes.
+        precision: number type of the matrix products.
+        loss_scale: scales fp16 gradients.
+
+    Returns:
+        the losses of `ParallelModel.forward_backward`, and the factor of the gradients.
+    """
+    model.zero_grad()
+    tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
+    scaled = 1.0 if loss_scale is None else loss_scale.of_sums(tokens_at_most)
+    losses = model.forward_backward(micro_batches, precision_context(device, precision),
+                                    scale=None if loss_scale is None else scaled)
+    return losses, scaled
 
 
 def _waited(start: Callable[P, StartedStep]) -> Callable[P, StepResult]:

@@ -60,6 +60,30 @@ def test_a_rank_accused_of_a_hang_is_left_out(world):
     assert world.members == ("a", "c")
 
 
+CORRUPTION = "SilentCorruptionError: gradient of rank 1"
+
+
+def test_a_rank_that_computed_other_bits_is_left_out_with_its_node(world):
+    world.come("b2", node="node of b")
+    report = Left(world.number, ExitReason.FAILED, CORRUPTION, accused=(1,))
+    for name in ("a", "b"):
+        world.membership.left(name, report, world.now)
+    [out] = world.details("worker_left_out")
+    assert (out["node"], out["level"], out["times"]) == ("node of b", "node", 1)
+    assert world.members == ("a", "c")
+
+
+def test_nobody_is_left_out_while_it_is_not_known_which_of_two_computed_wrongly(world):
+    report = Left(world.number, ExitReason.FAILED, CORRUPTION, accused=(0, 1))
+    for name in world.members:
+        world.membership.left(name, report, world.now)
+    assert not world.details("worker_left_out")
+    [failure] = world.details("failure")
+    assert failure["recovery"] == "in_place"
+    assert world.members == ("a", "b")
+    assert world.membership._budget.stuck == 1, "a run in which this repeats ends"
+
+
 def test_a_loss_that_came_first_is_the_cause(world):
     """An error that a survivor raises afterwards may be a consequence of the loss."""
     world.lose("b")

@@ -7,6 +7,7 @@ from tidewheel.elastic.faults import report
 from tidewheel.elastic.messages import ExitReason
 from tidewheel.errors import CheckpointError, ConfigError, ShardError, StorageAwayError
 from tidewheel.train.guards.hang import HangError
+from tidewheel.train.guards.verdict import SilentCorruptionError
 
 PEER = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711")
 
@@ -56,6 +57,12 @@ def test_unavailable_storage_is_fatal_only_before_the_first_step():
     assert report(away, broken=False, stepped=False).reason is ExitReason.FATAL
     left = report(away, broken=False, stepped=True)
     assert (left.reason, left.error_kind) == (ExitReason.FAILED, "StorageAwayError")
+
+
+def test_corruption_accuses_the_ranks_that_computed_wrongly():
+    left = report(SilentCorruptionError("at step 7: gradient of rank 2", where="runs/x", ranks=(2,)), broken=False,
+                  stepped=True)
+    assert (left.reason, left.error_kind, left.accused) == (ExitReason.FAILED, "", (2,))
 
 
 def test_a_hang_accuses_the_ranks_that_are_behind():

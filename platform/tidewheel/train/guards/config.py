@@ -9,8 +9,17 @@ from pydantic import Field
 
 from tidewheel.config import Config
 
-REPORTING = ("max_skips", "max_rollbacks", "collective_timeout_seconds", "start_timeout_seconds")
+REPORTING = ("max_skips", "max_rollbacks", "collective_timeout_seconds", "start_timeout_seconds", "recomputation")
 """Settings that can end a run but never change what it computes."""
+
+
+class RecomputationConfig(Config):
+    """Find silent corruption: sampled steps are computed twice, on different workers, and the bits are compared."""
+
+    share: float = Field(default=0.01, gt=0, le=1)
+    """Share of the steps that are computed twice. It costs about this share of the processor time, and finds a fault
+    that lasts for one step with this probability; one that lasts is found at the next such step, at most 2 / share
+    steps later."""
 
 
 class GuardsConfig(Config):
@@ -49,6 +58,8 @@ class GuardsConfig(Config):
     (torchtitan's `train_timeout_seconds`). Must exceed the slowest step, save or evaluation of one rank."""
     start_timeout_seconds: float = Field(default=300.0, gt=0)
     """The same limit until the first step is done, while processes start, load and compile (`init_timeout_seconds`)."""
+    recomputation: RecomputationConfig | None = None
+    """Find silent corruption by computing sampled steps twice; needs `reproducible`. None: do not."""
 
     @pydantic.model_validator(mode="after")
     def _lowers_for_some_steps(self) -> GuardsConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -141,6 +141,24 @@ class ParallelModel:
         if self.before is not None:
             self.before.finish()
         return self._reported(losses)
+
+    @contextmanager
+    def standing_in(self, shift: int) -> Iterator[MicroBatchShare]:
+        """Let each data rank compute the micro-batches of the one `shift` ranks after it during the block.
+
+        Reproducible mode's sums then have the same bits as without. All ranks call it together.
+
+        Yields:
+            the micro-batches of this data rank.
+        """
+        order, own = self.order, self.share
+        assert order is not None, "only reproducible mode has an order"
+        order.shift = shift
+        self.share = order.share_of(order.share.rank)
+        try:
+            yield self.share
+        finally:
+            order.shift, self.share = 0, own
 
     def collect_row_losses(self) -> None:
         """Collect the losses of rows in the passes from now on, for `row_losses`."""

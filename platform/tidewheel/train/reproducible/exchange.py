@@ -169,6 +169,9 @@ class OrderedSum:
         Args:
             flats: [n] for each member in order, overwritten; n must be a multiple of the number of ranks of `near`.
         """
+        if self._order.tap is not None:
+            for member, flat in zip(self._own, flats):
+                self._order.tap.add(self._order.micro(member), flat)
         if not self._order.streams:
             for flat in flats:
                 if flat.is_cuda:  # allocated on another stream but kept on this one
@@ -179,8 +182,9 @@ class OrderedSum:
             self._sum.clear()
         for index, flat in enumerate(flats):
             received = flat.view(1, -1) if self._near.size == 1 else _all_to_all(flat, self._near)
-            for members, part in zip(self._near.members, received.unbind()):
-                self._sum.put(members[index], part)
+            parts = [(members[index], part) for members, part in zip(self._near.members, received.unbind())]
+            for member, part in sorted(parts, key=lambda other: self._order.micro(other[0])):
+                self._sum.put(member, part)
             self._sum.release(received)
 
     def shard(self) -> torch.Tensor:

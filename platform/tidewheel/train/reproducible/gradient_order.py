@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
 
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import Mesh
@@ -16,6 +19,18 @@ from tidewheel.train.reproducible.tree import Node, cover
 
 Member = tuple[int, int]
 """(data rank, context rank) of a process."""
+
+
+class Tap(Protocol):
+    """Sees each gradient of a micro-batch before it is added to others."""
+
+    def add(self, micro: int, flat: torch.Tensor) -> None:
+        """Look at a gradient, which is overwritten later.
+
+        Args:
+            micro: index of the micro-batch in the step, see `GradientOrder.micro`.
+            flat: [n], a part of the micro-batch's gradient. The parts of one micro-batch come in a fixed order.
+        """
 
 
 @dataclass
@@ -36,6 +51,9 @@ class GradientOrder:
         context: this context rank.
         number: index of the current micro-batch on this rank.
         count: number of micro-batches of this step on each data rank.
+        shift: each data rank computes the micro-batches of the one `shift` ranks after it, see
+            `ParallelModel.standing_in`.
+        tap: sees this rank's gradients of each micro-batch; None: nothing does.
     """
 
     virtual_ranks: int
@@ -45,6 +63,8 @@ class GradientOrder:
     context: int = 0
     number: int = 0
     count: int = 1
+    shift: int = 0
+    tap: Tap | None = None
 
     @classmethod
     def of(cls, mesh: Mesh, virtual_ranks: int, *, streams: bool = False) -> GradientOrder:
@@ -79,11 +99,17 @@ class GradientOrder:
         """Return the number of micro-batches of each virtual rank in this step."""
         return self.count * self.share.size // self.virtual_ranks
 
+    def share_of(self, rank: int) -> MicroBatchShare:
+        """Return the micro-batches that a data rank computes now."""
+        return replace(self.share, rank=(rank + self.shift) % self.share.size)
+
+    def micro(self, member: Member) -> int:
+        """Return the index of the current micro-batch of `member` among those of the step."""
+        return self.share_of(member[0]).of(self.count * self.share.size)[self.number]
+
     def leaf(self, member: Member) -> int:
         """Return the leaf of the current micro-batch of `member`."""
-        rank, context = member
-        micro = replace(self.share, rank=rank).of(self.count * self.share.size)[self.number]
-        return context * self.virtual_ranks + micro // self.parts
+        return member[1] * self.virtual_ranks + self.micro(member) // self.parts
 
     def entry(self, number: int, count: int) -> int:
         """Return the index of this rank's micro-batch `number` of `count` among `entries`."""
@@ -97,4 +123,4 @@ class GradientOrder:
     def cover(self, members: Iterable[Member]) -> list[Node]:
         """Return the nodes that remain at the end of a step when `members` have added their leaves."""
         return cover(context * self.virtual_ranks + leaf for rank, context in members
-                     for leaf in replace(self.share, rank=rank).of(self.virtual_ranks))
+                     for leaf in self.share_of(rank).of(self.virtual_ranks))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def reason_against(config: TrainConfig) -> str | None:
     """Return why a configuration's result would depend on the number of workers, or None."""
     if not config.reproducible:
-        return None
+        return _recomputed(config)
     if config.optimizer.NOT_REPRODUCIBLE:
         reproducible = optimizers.where(lambda optimizer: not optimizer.NOT_REPRODUCIBLE)
         return (f"reproducible, but optimizer.kind {name_of(type(config.optimizer))} "
@@ -28,7 +28,19 @@ def reason_against(config: TrainConfig) -> str | None:
     if config.parallel.async_tensor:
         return ("reproducible, but the kernels of parallel.async_tensor have not been shown to be; nearest legal "
                 "choice: async_tensor false")
-    return _pipeline(config.parallel)
+    return _pipeline(config.parallel) or _recomputed(config)
+
+
+def _recomputed(config: TrainConfig) -> str | None:
+    if config.guards.recomputation is None:
+        return None
+    if not config.reproducible:
+        return ("guards.recomputation compares a gradient's bits on two workers, which differ unless reproducible is "
+                "true; nearest legal choice: reproducible true")
+    if config.parallel.expert > 1:
+        return (f"guards.recomputation with parallel.expert {config.parallel.expert}: an expert's gradient is always "
+                "computed by the workers that hold the expert; nearest legal choice: expert 1")
+    return None
 
 
 def _pipeline(parallel: ParallelConfig) -> str | None:
