@@ -106,7 +106,7 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     pool = make_pool((config.canonical(), code, prepared.tokenizer, prepared.vocabulary_size), config, record)
     ended = threading.Event()
     scaling = Scaling(config.rollouts) if config.rollouts.generators.min_processes else None
-    training = Training(run.store, config.parallel.pipeline)
+    training = Training(run.store, config.parallel.pipeline, config.rollouts.wave_steps)
 
     def on_step(entry: StepEntry, groups: list[Group], seconds: float) -> None:
         record("step", **figures(entry, groups, seconds))
