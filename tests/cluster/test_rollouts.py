@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 from tests.unit.post.runs import rollout_run
 from tidewheel.checkpoint.digest import digest
@@ -20,6 +25,7 @@ from tidewheel.placement import GROUP_LABEL
 from tidewheel.post import generator
 from tidewheel.post.audit import audit_rollouts
 from tidewheel.post.groups import Group, Job
+from tidewheel.post.health import Beat, PassCounter
 from tidewheel.post.policy import Version
 from tidewheel.post.pool import RayPool
 from tidewheel.post.prompts import Prompt
@@ -112,11 +118,64 @@ class Sleeper:
     """
 
     def __init__(self, *arguments: Any) -> None:
-        pass
+        self._identity = torch.nn.Identity()
+        self._passes = PassCounter(self._identity)
+
+    def beat(self) -> Beat:
+        return self._passes.beat
 
     def make(self, job: Job) -> Group:
         time.sleep(0.05)
         return Group(job.position, job.prompt.id, job.version.number)
+
+
+class Freezer(Sleeper):
+    """Hangs with the first job of a prompt, as the prompt's text says; the file named by the id has its process."""
+
+    def make(self, job: Job) -> Group:
+        with contextlib.suppress(FileExistsError), open(job.prompt.id, "x") as file:
+            file.write(str(os.getpid()))
+            file.flush()
+            if job.prompt.text == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif job.prompt.text == "hang in a pass":
+                self._identity.register_forward_hook(lambda *_: time.sleep(3600), prepend=True)
+                self._identity(torch.zeros(1))
+            elif job.prompt.text == "hold the interpreter":
+                ctypes.PyDLL(None).sleep(3600)
+        return super().make(job)
+
+
+@pytest.mark.parametrize("kind", ["stop", "hang in a pass", "hold the interpreter"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_generator_that_hangs_is_found_long_before_its_lease_is_over(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, processes: int):
+    """With a second generator the group is done before the first one is found."""
+    monkeypatch.setattr(generator, "Generator", Freezer)
+    events: list[tuple[str, dict[str, Any]]] = []
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        pool = RayPool((), GeneratorsConfig(processes=processes, cpus=1, stall_seconds=3),
+                       lambda kind, **detail: events.append((kind, detail)))
+        files = [str(tmp_path / str(position)) for position in range(8)]
+        for file in files[:4]:
+            Path(file).write_text("does not hang")
+        for position, file in enumerate(files):
+            pool.submit(Job(position, Prompt(file, kind if position == 4 else "", None, (1,)), Version(0, ())))
+        done = sorted(first(pool).position for _ in files)
+        while processes > 1 and not any(name == "generator_lost" for name, _ in events):
+            assert pool.next(0.1) is None, "no group counts twice"
+        pool.close()
+    finally:
+        ray.shutdown()
+    assert done == list(range(8))
+    names = [name for name, _ in events]
+    assert names.count("generator_lost") == 1
+    [lost] = [detail for name, detail in events if name == "generator_lost"]
+    assert lost["position"] == 4
+    assert lost["why"].startswith("no progress for ")
+    assert lost["jobs"] == (processes == 1)
+    assert ("group_begun_again" in names) == (processes == 2)
 
 
 def test_a_pool_that_shrinks_and_grows_loses_no_job(monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,8 @@ from tidewheel.stopping import Stop, Stopped
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
-PASSES = ("rollouts.epochs=2", "rollouts.minibatches=2", "rollouts.look_ahead=1", "steps=12", "checkpoint.every_steps=1")
+PASSES = ("rollouts.epochs=2", "rollouts.minibatches=2", "rollouts.look_ahead=1", "steps=12",
+          "checkpoint.every_steps=1")
 
 
 @pytest.fixture(autouse=True)

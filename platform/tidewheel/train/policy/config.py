@@ -33,6 +33,9 @@ class GeneratorsConfig(Config):
     """GPUs reserved for each; 0: sample on the CPU."""
     lease_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """A process that has not returned a group after this time is ended, and the group is sampled again elsewhere."""
+    stall_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    """On a cluster, end a process before its lease is over if it does not answer for this long, or if one pass of its
+    model takes this long. Longer than the pass over the longest prompt."""
     most_tries: int = Field(default=3, ge=1)
     """A group that has ended this many processes, or used up their leases, is dropped."""
     placement: PlacementConfig = PlacementConfig()
