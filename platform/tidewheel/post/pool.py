@@ -195,8 +195,7 @@ class RayPool:
                                    "concurrency_groups": {HEALTH: 1}}
         if settings.placement.selector:
             options["label_selector"] = settings.placement.selector
-        remote: Any = ray.remote(Generator)
-        self._actor_class = remote.options(**options)
+        self._actor_class: Any = ray.remote(**options)(Generator)
         self._waiting: deque[tuple[Job, int]] = deque()
         self._starting: dict[Any, Any] = {}  # the object that tells that an actor is ready, and the actor
         self._idle: list[Any] = []
