@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 
-from tidewheel.post.groups import Job
+from tests.unit.post.runs import InlinePool, rollout_run
+from tidewheel.elastic import trainer
+from tidewheel.post.groups import Group, Job
 from tidewheel.post.health import Beat, Lease, Pace, PassCounter
 from tidewheel.post.policy import Version
 from tidewheel.post.prompts import Prompt
@@ -64,3 +69,21 @@ def test_passes_are_counted_also_those_that_fail():
         model(True)
     assert seen == [Beat(1, True), Beat(2, True)]
     assert counter.beat == Beat(2, False)
+
+
+def test_a_generator_counts_the_passes_of_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    beats: list[Beat] = []
+    groups: list[Group] = []
+
+    class Watched(InlinePool):
+        def next(self, seconds: float) -> Group | None:
+            groups.append(super().next(seconds))
+            beats.append(self._generator.beat())
+            return groups[-1]
+
+    monkeypatch.setattr(trainer, "_local_pool", lambda arguments, *_: Watched(arguments))
+    trainer.fit_local(rollout_run(tmp_path, "run", "steps=1"))
+    assert not any(beat.computes for beat in beats)
+    passes = [after.passes - before.passes for before, after in itertools.pairwise([Beat(0, False), *beats])]
+    longest = [max(len(answer.tokens) for answer in group.answers) for group in groups]
+    assert passes == longest, "one for the prompt, and one for each token but the last"
