@@ -38,8 +38,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 24
 
 
-def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
-    config = rollout_run(tmp_path, "elastic", f"steps={STEPS}", "rollouts.generators.processes=2",
+@pytest.mark.parametrize("passes", [(), ("rollouts.epochs=2", "rollouts.minibatches=2")])
+def test_killed_trainers_and_generators_change_nothing(tmp_path: Path, passes: tuple[str, ...]):
+    """Also amid the passes over a wave: nodes go and come after steps 3, 7, 11 and 15, or some steps later."""
+    config = rollout_run(tmp_path, "elastic", f"steps={STEPS}", "rollouts.generators.processes=2", *passes,
                          "rollouts.look_ahead=1", "elastic.min_workers=1", "elastic.max_workers=2",
                          "elastic.join_wait_seconds=0.5", "elastic.resize_interval_seconds=1")
     with LocalCluster(nodes=4, cpus_per_node=1) as cluster:
@@ -48,7 +50,7 @@ def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
 
         def on_progress(progress: dict[str, Any]) -> None:
             step = progress.get("step", 0)
-            if step >= 4 + 4 * len(changes) and len(changes) < 4:
+            if step >= 3 + 4 * len(changes) and len(changes) < 4:
                 changes.append(step)
                 if len(changes) % 2:
                     cluster.kill_node(cluster.nodes[-1])
@@ -62,11 +64,12 @@ def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
     assert result.steps == STEPS
     assert len(changes) == 4
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "runs/elastic/rollouts.jsonl").read_text().splitlines()]
-    assert kinds.count("step") == STEPS
+    assert config.rollouts is not None
+    assert kinds.count("step") == STEPS // config.rollouts.wave_steps
     for proof in (audit(config.run_uri), audit_rollouts(config.run_uri)):
         assert proof is not None
         assert proof.ok, proof.summary()
-    alone = rollout_run(tmp_path, "alone", f"steps={STEPS}", "rollouts.look_ahead=1")
+    alone = rollout_run(tmp_path, "alone", f"steps={STEPS}", "rollouts.look_ahead=1", *passes)
     fit_local(alone)
     assert digest(config.run_uri).state == digest(alone.run_uri).state
 

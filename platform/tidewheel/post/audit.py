@@ -19,7 +19,7 @@ from tidewheel.post.credit import Judged, credits
 from tidewheel.post.episodes import replies
 from tidewheel.post.ledger import StepEntry
 from tidewheel.post.passes import untrained
-from tidewheel.post.prompts import Prompts, read_prompts
+from tidewheel.post.prompts import Prompts, prompts_of
 from tidewheel.shards import growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.rollouts import NO_VERSION, RolloutShard, read_shard
@@ -95,8 +95,7 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
     folder = storage.store(config.data.uri)  # of another run, for a replay
     manifest = growing.read_set(folder)
     encoder = of_manifest(folder, manifest.tokenizer)
-    prompts = read_prompts(rollouts.prompts, encoder, room=manifest.sequence_length - rollouts.answer_tokens,
-                           seed=rollouts.seed, special_tokens=rollouts.special_tokens)
+    prompts = prompts_of(config, encoder)
     mismatches = [] if prompts.hash == manifest.recipe_hash else ["the prompts have changed since the run began"]
     first, admitted, dropped = 0, 0, Counter[str]()
     judges: dict[tuple[str, str], int] = {}  # keys of reward and environment, and the first step that has them

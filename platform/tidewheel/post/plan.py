@@ -7,7 +7,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.parts import name_of
 from tidewheel.placement import with_labels
-from tidewheel.post.prompts import read_prompts
+from tidewheel.post.prompts import prompts_of
 from tidewheel.post.running import tokenizer_of
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
@@ -24,9 +24,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     rollouts = config.rollouts
     assert rollouts is not None
     encoder, _ = tokenizer_of(config)
-    longest = rollouts.sequence_length or config.model.max_sequence_length
-    prompts = read_prompts(rollouts.prompts, encoder, room=longest - rollouts.answer_tokens, seed=rollouts.seed,
-                           special_tokens=rollouts.special_tokens)
+    prompts = prompts_of(config, encoder)
     vocabulary = config.model.vocabulary_size or encoder.padded_size
     groups = config.batch.global_sequences // rollouts.group
     epochs = rollouts.wave_of(config.steps) * config.wave_groups / len(prompts.prompts)
