@@ -19,7 +19,7 @@ from tidewheel.inference.draws import philox, uniforms
 from tidewheel.inference.group import Answer, Sampling, choose, sample_group
 from tidewheel.models import families
 from tidewheel.models.attention import document_attention, document_mask
-from tidewheel.models.attention_backends import repeated
+from tidewheel.models.attention_backends import EXACT_KEYS, exact, repeated
 from tidewheel.models.decoder import Decoder
 from tidewheel.train.precision import Precision, precision_context
 
@@ -211,6 +211,22 @@ def test_chunks_have_all_tokens_and_none_is_too_small():
             assert [bound for bounds_of in bounds for bound in range(*bounds_of)] == list(range(length))
             assert all(end - first >= min(5, length, size) for first, end in bounds)
             assert all(end - first < size + 5 for first, end in bounds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_attention_has_the_same_bits_beside_any_queries_and_keys(dtype: torch.dtype):
+    """Also where a sum over the keys is so long that libraries divide it by its length."""
+    torch.manual_seed(0)
+    length = 1216
+    q, k, v = (torch.randn(1, heads, length, 16).to(dtype) for heads in (4, 2, 2))
+    dense = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    whole = exact(q, k, v, dense, None)
+    for last in (5, 255, 256, 300, 383, 384, 511, 700, 1023, 1100, 1215):
+        for queries in (1, 3, 70):
+            begin, seen = max(0, last + 1 - queries), -(-(last + 1) // EXACT_KEYS) * EXACT_KEYS
+            part = exact(q[:, :, begin:last + 1], k[:, :, :seen], v[:, :, :seen], dense[:, :, begin:last + 1, :seen],
+                         None)
+            assert torch.equal(part, whole[:, :, begin:last + 1]), (last, queries)
 
 
 def test_exact_attention_equals_torchs():
