@@ -122,6 +122,8 @@ class Pace:
     def slow(self, leases: Iterable[Lease], now: float) -> Lease | None:
         """Return the lease of the first slow group in the order of the prompts that one generator alone has, or None.
 
+        A group that has cost a process is given to one at a time: it may be to blame.
+
         Args:
             leases: of all generators.
             now: the time.
@@ -134,4 +136,5 @@ class Pace:
             if not lease.is_late:
                 by_group.setdefault(lease.group, []).append(lease)
         alone = [several[0] for several in by_group.values() if len(several) == 1]
-        return min((lease for lease in alone if now - lease.since > limit), key=lambda lease: lease.group, default=None)
+        slow = [lease for lease in alone if now - lease.since > limit and lease.tries == 1]
+        return min(slow, key=lambda lease: lease.group, default=None)

@@ -315,7 +315,10 @@ class RayPool:
         job, tries = lease.job, lease.tries
         self._on_event("generator_lost", jobs=int(not lease.is_late), position=job.position, prompt=job.prompt.id,
                        **why)
-        if lease.is_late or any(other.group == lease.group for other in self._leases.values()):
+        others = [other for other in self._leases.values() if other.group == lease.group]
+        for other in others:
+            other.tries = max(other.tries, tries + 1)
+        if lease.is_late or others:
             return
         if tries >= self._settings.most_tries:
             self._given_up.append(lost(job, tries))
