@@ -1,6 +1,7 @@
 """Train GRPO with 1, 2 and 3 generators on 1, 2 and 4 workers, with and without kills: one SHA-256 for all of them.
 
     python -m tests.benchmarks.same_rollouts [--generators 1 2 3] [--workers 1 2 4] [--steps 12] [--look-ahead 1]
+        [--set rollouts.epochs=2]
 
 Each run trains the same base model on sums, on one cluster whose nodes have a CPU each. In a run with kills, a
 generator and a training worker get SIGKILL at once after a third of the steps. The exit code is 1 unless the parameters
@@ -68,6 +69,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--look-ahead", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], help="a setting of all runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the cluster's processes
@@ -77,8 +79,8 @@ def main() -> int:
         folder = Path(name)
         write_sums(folder, unjudged=UNJUDGED)
         base = train_base(folder, BASE_STEPS)
-        ahead = f"rollouts.look_ahead={options.look_ahead}"
-        alone = sums_run(folder, "alone", base, options.steps, ahead)
+        settings = (f"rollouts.look_ahead={options.look_ahead}", *options.set)
+        alone = sums_run(folder, "alone", base, options.steps, *settings)
         fit_local(alone)
         rows.append({"generators": 1, "workers": "1, no Ray", "kills": "", "seconds": "", **outcome(alone)})
         with LocalCluster(nodes=max(options.generators) + max(options.workers) + SPARE, cpus_per_node=1) as cluster:
@@ -88,7 +90,7 @@ def main() -> int:
                     for kills in (False, True):
                         began = time.monotonic()
                         config = sums_run(
-                            folder, f"{generators}-{workers}-{int(kills)}", base, options.steps, ahead,
+                            folder, f"{generators}-{workers}-{int(kills)}", base, options.steps, *settings,
                             f"rollouts.generators.processes={generators}", f"elastic.max_workers={workers}",
                             f"elastic.min_workers={1 if kills else workers}")
                         killed: list[int] = []

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 from tests.unit.post.runs import rollout_run
 from tidewheel.checkpoint.digest import digest
@@ -20,6 +25,7 @@ from tidewheel.placement import GROUP_LABEL
 from tidewheel.post import generator
 from tidewheel.post.audit import audit_rollouts
 from tidewheel.post.groups import Group, Job
+from tidewheel.post.health import Beat, PassCounter
 from tidewheel.post.policy import Version
 from tidewheel.post.pool import RayPool
 from tidewheel.post.prompts import Prompt
@@ -32,8 +38,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 24
 
 
-def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
-    config = rollout_run(tmp_path, "elastic", f"steps={STEPS}", "rollouts.generators.processes=2",
+@pytest.mark.parametrize("passes", [(), ("rollouts.epochs=2", "rollouts.minibatches=2")])
+def test_killed_trainers_and_generators_change_nothing(tmp_path: Path, passes: tuple[str, ...]):
+    """Also amid the passes over a wave: nodes go and come after steps 3, 7, 11 and 15, or some steps later."""
+    config = rollout_run(tmp_path, "elastic", f"steps={STEPS}", "rollouts.generators.processes=2", *passes,
                          "rollouts.look_ahead=1", "elastic.min_workers=1", "elastic.max_workers=2",
                          "elastic.join_wait_seconds=0.5", "elastic.resize_interval_seconds=1")
     with LocalCluster(nodes=4, cpus_per_node=1) as cluster:
@@ -42,7 +50,7 @@ def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
 
         def on_progress(progress: dict[str, Any]) -> None:
             step = progress.get("step", 0)
-            if step >= 4 + 4 * len(changes) and len(changes) < 4:
+            if step >= 3 + 4 * len(changes) and len(changes) < 4:
                 changes.append(step)
                 if len(changes) % 2:
                     cluster.kill_node(cluster.nodes[-1])
@@ -56,11 +64,12 @@ def test_killed_trainers_and_generators_change_nothing(tmp_path: Path):
     assert result.steps == STEPS
     assert len(changes) == 4
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "runs/elastic/rollouts.jsonl").read_text().splitlines()]
-    assert kinds.count("step") == STEPS
+    assert config.rollouts is not None
+    assert kinds.count("step") == STEPS // config.rollouts.wave_steps
     for proof in (audit(config.run_uri), audit_rollouts(config.run_uri)):
         assert proof is not None
         assert proof.ok, proof.summary()
-    alone = rollout_run(tmp_path, "alone", f"steps={STEPS}", "rollouts.look_ahead=1")
+    alone = rollout_run(tmp_path, "alone", f"steps={STEPS}", "rollouts.look_ahead=1", *passes)
     fit_local(alone)
     assert digest(config.run_uri).state == digest(alone.run_uri).state
 
@@ -112,11 +121,71 @@ class Sleeper:
     """
 
     def __init__(self, *arguments: Any) -> None:
-        pass
+        self._identity = torch.nn.Identity()
+        self._passes = PassCounter(self._identity)
+
+    def beat(self) -> Beat:
+        return self._passes.beat
 
     def make(self, job: Job) -> Group:
         time.sleep(0.05)
         return Group(job.position, job.prompt.id, job.version.number)
+
+
+class Freezer(Sleeper):
+    """Hangs with the first job of a prompt, as the prompt's text says; the file named by the id has its process."""
+
+    def make(self, job: Job) -> Group:
+        with contextlib.suppress(FileExistsError), open(job.prompt.id, "x") as file:
+            file.write(str(os.getpid()))
+            file.flush()
+            if job.prompt.text == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif job.prompt.text == "hang in a pass":
+                self._identity.register_forward_hook(lambda *_: time.sleep(3600), prepend=True)
+                self._identity(torch.zeros(1))
+            elif job.prompt.text == "hold the interpreter":
+                ctypes.PyDLL(None).sleep(3600)
+        return super().make(job)
+
+
+def test_a_generator_that_hangs_is_found_long_before_its_lease_is_over(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a second generator the group is done before the first one is found."""
+    monkeypatch.setattr(generator, "Generator", Freezer)
+    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        for kind, processes in (("stop", 1), ("stop", 2), ("hang in a pass", 1), ("hold the interpreter", 1)):
+            folder = tmp_path / f"{kind}-{processes}"
+            folder.mkdir()
+            frozen(folder, kind, processes)
+    finally:
+        ray.shutdown()
+
+
+def frozen(folder: Path, kind: str, processes: int) -> None:
+    """Have a pool make 8 groups, with the fifth of which a generator hangs once."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    pool = RayPool((), GeneratorsConfig(processes=processes, cpus=1, stall_seconds=3),
+                   lambda kind, **detail: events.append((kind, detail)))
+    files = [folder / str(position) for position in range(8)]
+    for file in files[:4]:
+        file.write_text("does not hang")
+    try:
+        for position, file in enumerate(files):
+            text = kind if position == 4 else ""
+            pool.submit(Job(position, Prompt(str(file), text, None, (1,)), Version(0, ())))
+        done = sorted(first(pool).position for _ in files)
+        while not any(name == "generator_lost" for name, _ in events):
+            assert pool.next(0.1) is None, "no group counts twice"
+    finally:
+        pool.close()
+    assert done == list(range(8))
+    [lost] = [detail for name, detail in events if name == "generator_lost"]
+    assert lost["position"] == 4
+    assert lost["why"].startswith("no progress for ")
+    assert lost["jobs"] == (processes == 1), "the job of two generators is not lost"
+    assert any(name == "group_begun_again" for name, _ in events) == (processes == 2)
 
 
 def test_a_pool_that_shrinks_and_grows_loses_no_job(monkeypatch: pytest.MonkeyPatch):

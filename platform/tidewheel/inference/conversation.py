@@ -76,6 +76,11 @@ class Conversation:
         return self._queue[0] if self._queue else None
 
     @property
+    def num_written(self) -> int:
+        """Return how many of the next tokens are the partner's."""
+        return len(self._queue)
+
+    @property
     def place(self) -> int:
         """Return the turn and the index in it of the next token, as one number."""
         return (self._turn << TURN_BITS) + len(self.tokens) - self.begin

@@ -19,6 +19,7 @@ from torch import nn
 from tidewheel.inference.conversation import Conversation, Partner
 from tidewheel.inference.draws import uniforms
 from tidewheel.inference.generate import Cache, cached
+from tidewheel.inference.prefill import prefill
 from tidewheel.models.attention_backends import EXACT_ROWS
 from tidewheel.models.decoder import Decoder
 from tidewheel.train.precision import Precision, fp32_products, precision_context
@@ -138,12 +139,21 @@ class _Group:
         self._logits = self._prefilled(prompt)
 
     def step(self) -> bool:
-        """Append a token to each answer that goes on; return whether any goes on behind it."""
+        """Append a token to each answer that goes on, or several if its partner writes to all of them.
+
+        Returns:
+            Whether any goes on behind it.
+        """
         self._append()
         if all(self._talks[answer].over for answer in self._rows):
             return False
         self._drop_ended()
-        self._logits = self._decoded([self._talks[answer].tokens[-1] for answer in self._rows])
+        going = [self._talks[answer] for answer in self._rows if not self._talks[answer].over]
+        written = min(talk.num_written for talk in going)
+        for talk in going:
+            for _ in range(written):
+                talk.write()
+        self._logits = self._decoded([self._talks[answer].tokens[-1 - written:] for answer in self._rows])
         return True
 
     def _prefilled(self, prompt: Sequence[int]) -> torch.Tensor:
@@ -151,18 +161,22 @@ class _Group:
         missing = max(0, EXACT_ROWS - len(prompt))
         tokens = torch.tensor([[*prompt, *[prompt[-1]] * missing]], device=self._device)
         positions = torch.arange(tokens.shape[1], device=self._device)[None]
-        logits = self._model(tokens, positions, torch.zeros_like(tokens))[:, len(prompt) - 1].float()
+        if missing:
+            logits = self._model(tokens, positions, torch.zeros_like(tokens))[:, len(prompt) - 1].float()
+        else:
+            logits = prefill(self._model, tokens, 0)
         self._cache.cut(len(prompt))
         self._cache.repeat(self._padded(len(self._rows)))
         return logits.expand(len(self._rows), -1)
 
-    def _decoded(self, tokens: list[int]) -> torch.Tensor:
-        """Compute one token for each row; return the logits behind them, fp32 [rows, V]."""
+    def _decoded(self, tokens: list[list[int]]) -> torch.Tensor:
+        """Compute tokens for each row, as many for all; return the logits behind them, fp32 [rows, V]."""
         missing = self._padded(len(tokens)) - len(tokens)
-        batch = torch.tensor([*tokens, *[tokens[0]] * missing], device=self._device)[:, None]
-        positions = torch.full_like(batch, self._position)
-        self._position += 1
-        return self._model(batch, positions, torch.zeros_like(batch))[:len(tokens), -1].float()
+        length = max(map(len, tokens))
+        known = [[*[row[-1]] * (length - len(row)), *row] for row in tokens]  # an ended answer may have fewer
+        batch = torch.tensor([*known, *[known[0]] * missing], device=self._device)
+        begin, self._position = self._position, self._position + length
+        return prefill(self._model, batch, begin)[:len(tokens)]
 
     def _padded(self, rows: int) -> int:
         return max(rows, EXACT_ROWS) if self._model.config.attention == "exact" else rows

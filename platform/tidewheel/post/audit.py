@@ -18,7 +18,8 @@ from tidewheel.post import ledger
 from tidewheel.post.credit import Judged, credits
 from tidewheel.post.episodes import replies
 from tidewheel.post.ledger import StepEntry
-from tidewheel.post.prompts import Prompts, read_prompts
+from tidewheel.post.passes import untrained
+from tidewheel.post.prompts import Prompts, prompts_of
 from tidewheel.shards import growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.rollouts import NO_VERSION, RolloutShard, read_shard
@@ -46,7 +47,9 @@ class RolloutAudit:
     open: int = 0
     """Groups that generators have, or that wait for a step."""
     most_lag: int = 0
-    """Largest number of versions that a group's policy was behind the one that its step trains."""
+    """Largest number of versions that a group's policy was behind the one that the first step of its wave trains."""
+    passes: int = 1
+    """Times that a group is trained on."""
     mismatches: tuple[str, ...] = field(default=())
 
     @property
@@ -63,6 +66,8 @@ class RolloutAudit:
             head += f"; the policy that sampled was at most {self.most_lag} version(s) behind"
         if self.open:
             head += f"; {self.open} groups are being sampled, or wait for a step"
+        if self.passes > 1:
+            head += f"; a wave is trained on in {self.passes} passes, which have each of its groups once"
         if self.ok:
             return f"{head}\nevery prompt was admitted or dropped by name once, and every group is whole"
         listed = [f"- {line}" for line in self.mismatches[:SHOWN]]
@@ -90,14 +95,14 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
     folder = storage.store(config.data.uri)  # of another run, for a replay
     manifest = growing.read_set(folder)
     encoder = of_manifest(folder, manifest.tokenizer)
-    prompts = read_prompts(rollouts.prompts, encoder, room=manifest.sequence_length - rollouts.answer_tokens,
-                           seed=rollouts.seed, special_tokens=rollouts.special_tokens)
+    prompts = prompts_of(config, encoder)
     mismatches = [] if prompts.hash == manifest.recipe_hash else ["the prompts have changed since the run began"]
     first, admitted, dropped = 0, 0, Counter[str]()
     judges: dict[tuple[str, str], int] = {}  # keys of reward and environment, and the first step that has them
     before: tuple[int, ...] = ()
     most_lag = 0
-    for step, info in enumerate(manifest.shards, start=1):
+    for wave, info in enumerate(manifest.shards, start=1):
+        step = rollouts.first_step(wave)
         entry = ledger.read(folder, step, info.name)
         mismatches += [f"step {step}: {line}" for line in _entry(entry, first, before, info.name, rollouts)]
         before, most_lag = entry.open, max(most_lag, *entry.lags)
@@ -109,10 +114,11 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
         dropped += entry.reasons()
     mismatches += [f"step {step}: another reward or environment has judged than before" for step in
                    sorted(judges.values())[1:]]
+    mismatches += untrained(run, rollouts, config.wave_groups)
     if before and run.exists("result.json"):
         mismatches.append(f"the run is over, but the groups at positions {list(before)} are in no step")
-    return RolloutAudit(len(manifest.shards), admitted, dropped, first / len(prompts.prompts), len(before), most_lag,
-                        tuple(mismatches))
+    return RolloutAudit(len(manifest.shards) * rollouts.wave_steps, admitted, dropped, first / len(prompts.prompts),
+                        len(before), most_lag, rollouts.epochs, tuple(mismatches))
 
 
 def _entry(entry: StepEntry, first: int, before: tuple[int, ...], shard: str, rollouts: RolloutsConfig
@@ -133,6 +139,8 @@ def _entry(entry: StepEntry, first: int, before: tuple[int, ...], shard: str, ro
         yield "a position of the prompts is neither admitted nor dropped, or both"
     if entry.shard != shard:
         yield f"the ledger belongs to the shard {entry.shard}, but the wave has {shard}"
+    if (entry.epochs, entry.minibatches) != (rollouts.epochs, rollouts.minibatches):
+        yield f"it has {entry.epochs} passes of {entry.minibatches} steps, the run's settings say otherwise"
     oldest = rollouts.version_for(entry.step)
     newest = oldest if rollouts.schedule == "in_order" else entry.step - 1
     if min(entry.versions) < oldest or max(entry.versions) > newest:

@@ -1,8 +1,9 @@
-"""Collect the rollouts of each step and write them as the next wave of the run's shard set.
+"""Collect the rollouts of each wave and write them as the next wave of the run's shard set.
 
-A step takes prompts in the run's order until enough groups are admitted. A group that fails, or whose rewards are all
-equal with `resample`, is dropped by name, and the next prompt takes its place. Which groups a step has so follows from
-the policy and the rewards alone; what was done when a process ended is done again.
+A wave has the rollouts of a step; with `rollouts.epochs` or `minibatches` of several, and is then named by the first.
+It takes prompts in the run's order until enough groups are admitted. A group that fails, or whose rewards are all equal
+with `resample`, is dropped by name, and the next prompt takes its place. Which groups a wave has so follows from the
+policy and the rewards alone; what was done when a process ended is done again.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Collector:
         last = self._patiently(self._last_entry)
         self._before = self._patiently(self._kept.load)
         first = last.next if last is not None else 0
-        for step in range(done + 1, self._config.steps + 1):
+        for step in self._first_steps(done):
             number = self._rollouts.version_for(step)
             version = wait_for(self._run, number, self._stages, poll=self._poll, ended=self._ended)
             if version is None:
@@ -137,11 +138,17 @@ class Collector:
     def _last_entry(self) -> StepEntry | None:
         """Return the ledger's entry of the newest wave, None before the first."""
         done = len(self._known.manifest.waves)
-        return ledger.read(self._folder, done, self._known.manifest.shards[-1].name) if done else None
+        if not done:
+            return None
+        return ledger.read(self._folder, self._rollouts.first_step(done), self._known.manifest.shards[-1].name)
+
+    def _first_steps(self, done: int) -> range:
+        """Return the first step of each wave behind the first `done`."""
+        return range(self._rollouts.first_step(done + 1), self._config.steps + 1, self._rollouts.wave_steps)
 
     def _step(self, step: int, first: int, version: Version) -> tuple[StepEntry, list[Group]] | None:
         """Sample the groups of a step and write its wave; return None if the work is ended."""
-        needed = self._config.batch.global_sequences // self._rollouts.group
+        needed = self._config.wave_groups
         policy = Policy(version.number, version.digest)
         results: dict[int, Group] = {}
         behind = first  # the next position to be sampled
@@ -188,7 +195,8 @@ class Collector:
         [info] = [write_shard(self._folder, table_of(groups, self._rollouts, self._prompts,
                                                      self._known.manifest.token_dtype))]
         reward, environment = self._rollouts.judge_keys()
-        entry = replace(entry, shard=info.name, reward=reward, environment=environment)
+        entry = replace(entry, shard=info.name, reward=reward, environment=environment, epochs=self._rollouts.epochs,
+                        minibatches=self._rollouts.minibatches)
         ledger.write(self._folder, entry)
         self._known = growing.publish(self._folder, self._known, [info], alone=False)
         return entry
@@ -202,7 +210,7 @@ class Collector:
     def _check(self, step: int, results: dict[int, Group]) -> None:
         """Raise RolloutError if more groups of a step were dropped than the settings allow."""
         settings = self._rollouts
-        needed = self._config.batch.global_sequences // settings.group
+        needed = self._config.wave_groups
         failed = [group for group in results.values() if group.failure]
         if len(failed) > max(1, int(settings.most_failed_fraction * needed)):
             last = failed[-1]

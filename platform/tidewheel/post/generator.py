@@ -12,6 +12,7 @@ from tidewheel.parts import Code, is_own, name_of
 from tidewheel.post import policy, token_scores
 from tidewheel.post.fetching import Fetched, Fetcher
 from tidewheel.post.groups import Group, Job, Judge, make_group
+from tidewheel.post.health import Beat, PassCounter
 from tidewheel.post.waiting import patiently
 from tidewheel.rewards.scoring.process import RewardProcess
 from tidewheel.train.config import TrainConfig
@@ -48,6 +49,7 @@ class Generator:
         self._encoder = of_manifest(storage.store(settings.data.uri), tokenizer)
         self._stages, self._values = settings.parallel.pipeline, settings.objective.VALUES
         self._model = policy.empty(settings.model, vocabulary_size, device, values=self._values)
+        self._passes = PassCounter(self._model)
         self._reference = None
         if settings.start_is_reference:
             self._reference = policy.empty(settings.model, vocabulary_size, device, values=self._values)
@@ -56,6 +58,10 @@ class Generator:
         self._judge = judge_of(settings)
         self._loaded = ""  # digest of the weights that the model has
         self._fetcher = Fetcher(self._run)
+
+    def beat(self) -> Beat:
+        """Return how far the work is. Safe to call from another thread while a group is made."""
+        return self._passes.beat
 
     def make(self, job: Job) -> Group:
         """Return the group of a job.

@@ -3,9 +3,10 @@
 With the schedule `recorded` an entry also has the order in which groups were admitted, the policy that sampled each of
 them, and the prompts that generators still had.
 
-`steps/00000012-SHARD.json` in the folder of rollouts belongs to wave 12 of the set if that has the shard which the name
-begins with, and is written before the wave's record commits both. So of two drivers, neither can replace the entry of
-the other's wave. `rollouts.jsonl` in the run's folder is a log of what happened on the way: leases, losses and times.
+`steps/00000012-SHARD.json` in the folder of rollouts belongs to the wave that step 12 begins with, if the wave has the
+shard whose name begins so, and is written before the wave's record commits both. So of two drivers, neither can replace
+the entry of the other's wave. `rollouts.jsonl` in the run's folder is a log of what happened on the way: leases, losses
+and times.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class StepEntry:
-    """What a step took from the order of the prompts.
+    """What a wave took from the order of the prompts. Its steps, one or more, train on the same groups.
 
     The positions from `first` to before `next`, and those that were `open` after the step before, are each admitted,
     dropped or `open`.
     """
 
     step: int
+    """The first step that trains on the wave."""
     first: int
     next: int
     version: int
@@ -73,6 +75,10 @@ class StepEntry:
     """Policies that sampled the admitted groups, if the schedule is recorded."""
     sampled_by: tuple[int, ...] = ()
     """Index in `policies` for each of the admitted groups, if the schedule is recorded."""
+    epochs: int = 1
+    """Passes over the wave; `batches.jsonl` has the groups of each step."""
+    minibatches: int = 1
+    """Steps of a pass."""
 
     @property
     def versions(self) -> list[int]:
@@ -83,7 +89,7 @@ class StepEntry:
 
     @property
     def lags(self) -> list[int]:
-        """Return for each admitted group how many versions its policy is behind the one that the step trains."""
+        """Return for each admitted group how many versions its policy is behind the one that the first step trains."""
         return [self.step - 1 - version for version in self.versions]
 
     def reasons(self) -> Counter[str]:
@@ -135,6 +141,7 @@ def read(folder: Store, step: int, shard: str) -> StepEntry:
     return StepEntry(step, fields.number("first"), fields.number("next"), fields.number("version"),
                      fields.text("weights"), fields.text("shard"), tuple(fields.numbers("admitted")), dropped,
                      reward=str(values.get("reward", "")), environment=str(values.get("environment", "")),
+                     epochs=int(values.get("epochs", 1)), minibatches=int(values.get("minibatches", 1)),
                      **_recorded(fields))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.parts import name_of
 from tidewheel.placement import with_labels
-from tidewheel.post.prompts import read_prompts
+from tidewheel.post.prompts import prompts_of
 from tidewheel.post.running import tokenizer_of
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
@@ -24,12 +24,10 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     rollouts = config.rollouts
     assert rollouts is not None
     encoder, _ = tokenizer_of(config)
-    longest = rollouts.sequence_length or config.model.max_sequence_length
-    prompts = read_prompts(rollouts.prompts, encoder, room=longest - rollouts.answer_tokens, seed=rollouts.seed,
-                           special_tokens=rollouts.special_tokens)
+    prompts = prompts_of(config, encoder)
     vocabulary = config.model.vocabulary_size or encoder.padded_size
     groups = config.batch.global_sequences // rollouts.group
-    epochs = config.steps * groups / len(prompts.prompts)
+    epochs = rollouts.wave_of(config.steps) * config.wave_groups / len(prompts.prompts)
     run = storage.store(config.run_uri)
     generators = rollouts.generators
     at_most = "at most " if rollouts.schedule == "recorded" else ""
@@ -42,7 +40,9 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
         "steps": f"{config.steps:,} of {groups:,} groups, sampled by a policy {at_most}{1 + rollouts.look_ahead} "
-                 "step(s) old",
+                 "wave(s) old",
+        "waves": f"{rollouts.wave_of(config.steps):,} of {config.wave_groups:,} groups, each trained on in "
+                 f"{rollouts.epochs} pass(es) of {rollouts.minibatches} step(s)",
         "trainers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "
                     f"{config.elastic.gpus_per_worker:g} GPUs each",
         "generators": f"{generators.processes}, {generators.cpus:g} CPUs and {generators.gpus:g} GPUs each"

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from tidewheel.errors import RolloutError
 from tidewheel.placement import with_labels
 from tidewheel.post.groups import Group, Job
+from tidewheel.post.health import ASKED_IN_STALL, Lease, Pace
 from tidewheel.train.policy.config import GeneratorsConfig
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ ERROR_CHARACTERS = 600
 """Of an error's text, its end."""
 NO_NODE_SECONDS = 60.0
 """Time that actors may wait for a node before it is said."""
+HEALTH = "health"
+"""Group of calls that an actor answers while it makes a group."""
 LOST = "lost"
 """Reason of a group that has ended too many processes."""
 
@@ -173,6 +176,9 @@ class LocalPool:
 class RayPool:
     """Actors on a cluster, each with a lease for one job at a time.
 
+    An actor that makes no progress is ended (`post.health`). When actors are idle, the first slow group in the order of
+    the prompts is given to one of them too, and counts when one of the two has it: both make the same.
+
     Args:
         arguments: of `Generator`.
         settings: number of actors, resources, leases and tries.
@@ -185,15 +191,16 @@ class RayPool:
         from tidewheel.post.generator import Generator
 
         self._arguments, self._settings, self._on_event = arguments, settings, on_event
-        options: dict[str, Any] = {"num_cpus": settings.cpus, "num_gpus": settings.gpus, "max_restarts": 0}
+        options: dict[str, Any] = {"num_cpus": settings.cpus, "num_gpus": settings.gpus, "max_restarts": 0,
+                                   "concurrency_groups": {HEALTH: 1}}
         if settings.placement.selector:
             options["label_selector"] = settings.placement.selector
-        remote: Any = ray.remote(Generator)
-        self._actor_class = remote.options(**options)
+        self._actor_class: Any = ray.remote(**options)(Generator)
         self._waiting: deque[tuple[Job, int]] = deque()
         self._starting: dict[Any, Any] = {}  # the object that tells that an actor is ready, and the actor
         self._idle: list[Any] = []
-        self._leases: dict[Any, tuple[Any, Job, int, float]] = {}
+        self._leases: dict[Any, Lease] = {}  # by the object that will be the group
+        self._pace = Pace()
         self._given_up: deque[Group] = deque()
         self._size = settings.processes
         self._without_any: float | None = None  # since when no actor runs, until it was said
@@ -214,7 +221,7 @@ class RayPool:
             return self._given_up.popleft()
         pending = [*self._starting, *self._leases]
         done, _ = ray.wait(pending, num_returns=1, timeout=seconds)
-        self._end_leases()
+        self._check_health()
         for reference in done:
             if reference in self._starting:
                 self._started(reference)
@@ -259,8 +266,15 @@ class RayPool:
 
     def _lease(self) -> None:
         while self._waiting and self._idle:
-            (job, tries), actor = self._waiting.popleft(), self._idle.pop()
-            self._leases[actor.make.remote(job)] = (actor, job, tries, time.monotonic())
+            self._give(*self._waiting.popleft())
+        if self._idle and (slow := self._pace.slow(self._leases.values(), time.monotonic())) is not None:
+            self._on_event("group_begun_again", position=slow.job.position, prompt=slow.job.prompt.id,
+                           seconds=round(time.monotonic() - slow.since, 3))
+            self._give(slow.job, slow.tries)
+
+    def _give(self, job: Job, tries: int) -> None:
+        actor = self._idle.pop()
+        self._leases[actor.make.remote(job)] = Lease(actor, job, tries, time.monotonic())
 
     def _started(self, reference: Any) -> None:
         import ray
@@ -280,39 +294,59 @@ class RayPool:
     def _returned(self, reference: Any) -> Group | None:
         import ray
 
-        actor, job, tries, _ = self._leases.pop(reference)
+        lease = self._leases.pop(reference)
         try:
             group: Group = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from error
         except ray.exceptions.RayError:  # the actor or its node is gone
-            self._again(job, tries)
+            self._again(lease)
             return None
-        self._idle.append(actor)
+        self._idle.append(lease.actor)
+        if lease.is_late:
+            return None
+        self._pace.took(time.monotonic() - lease.since)
+        for other in self._leases.values():
+            other.is_late |= other.group == lease.group
         return group
 
-    def _again(self, job: Job, tries: int) -> None:
-        self._on_event("generator_lost", jobs=1, position=job.position, prompt=job.prompt.id)
+    def _again(self, lease: Lease, **why: Any) -> None:
+        """Have the job of a lost actor done again, unless another one has done it or does it."""
+        job, tries = lease.job, lease.tries
+        self._on_event("generator_lost", jobs=int(not lease.is_late), position=job.position, prompt=job.prompt.id,
+                       **why)
+        others = [other for other in self._leases.values() if other.group == lease.group]
+        for other in others:
+            other.tries = max(other.tries, tries + 1)
+        if lease.is_late or others:
+            return
         if tries >= self._settings.most_tries:
             self._given_up.append(lost(job, tries))
         else:
             self._waiting.appendleft((job, tries + 1))
 
-    def _end_leases(self) -> None:
-        """End actors whose lease is over: they hang, or their node is gone without a sign."""
+    def _check_health(self) -> None:
+        """End actors that make no progress, or whose lease is over: they hang, or their node is gone without a sign."""
         import ray
 
-        now = time.monotonic()
-        for reference, (actor, job, tries, since) in list(self._leases.items()):
-            if now - since > self._settings.lease_seconds:
+        now, settings = time.monotonic(), self._settings
+        asked = {lease.asked: lease for lease in self._leases.values() if lease.asked is not None}
+        answered, _ = ray.wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
+        for call in answered:
+            with contextlib.suppress(ray.exceptions.RayError):  # it is gone, as its job says
+                asked[call].heard(ray.get(call), now)
+        for reference, lease in list(self._leases.items()):
+            if why := lease.overdue(now, lease_seconds=settings.lease_seconds, stall_seconds=settings.stall_seconds):
                 del self._leases[reference]
-                ray.kill(actor)
-                self._again(job, tries)
+                ray.kill(lease.actor)
+                self._again(lease, why=why)
+            elif lease.asked is None and now - lease.asked_at > settings.stall_seconds / ASKED_IN_STALL:
+                lease.asked, lease.asked_at = lease.actor.beat.options(concurrency_group=HEALTH).remote(), now
 
     def close(self) -> None:
         """See `Pool`."""
         import ray
 
-        for actor in (*self._starting.values(), *self._idle, *(lease[0] for lease in self._leases.values())):
+        for actor in (*self._starting.values(), *self._idle, *(lease.actor for lease in self._leases.values())):
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)

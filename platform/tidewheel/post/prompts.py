@@ -14,6 +14,7 @@ from tidewheel.shards.order import Order, hash64
 from tidewheel.shards.tokenizer import Encoder
 from tidewheel.shards.tokenizer.huggingface import HuggingFace
 from tidewheel.storage import content_hash
+from tidewheel.train.config import TrainConfig
 
 SHOWN = 5
 """Records that an error names."""
@@ -55,6 +56,15 @@ class Prompts:
     def epoch(self, position: int) -> int:
         """Return the epoch of a position."""
         return position // len(self.prompts)
+
+
+def prompts_of(config: TrainConfig, encoder: Encoder) -> Prompts:
+    """Return the prompts of a run; see `read_prompts`."""
+    rollouts = config.rollouts
+    assert rollouts is not None
+    longest = rollouts.sequence_length or config.model.max_sequence_length
+    return read_prompts(rollouts.prompts, encoder, room=longest - rollouts.answer_tokens, seed=rollouts.seed,
+                        special_tokens=rollouts.special_tokens)
 
 
 def read_prompts(uri: str, encoder: Encoder, *, room: int, seed: int, special_tokens: bool) -> Prompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from tidewheel.shards import growing
 from tidewheel.shards.manifest import ROLLOUTS
 from tidewheel.shards.rollouts import read_shard
 from tidewheel.shards.tokenizer import Encoder, of_manifest
+from tidewheel.train.record import positions, recorded_source
+from tidewheel.train.rollout_batch import rollout_batch
 
 
 @dataclass(frozen=True)
@@ -55,29 +58,43 @@ def step_rollouts(run_uri: str, step: int = 0) -> tuple[StepEntry, list[SampledG
     Raises:
         ShardError: the run has no rollouts, or none for this step.
     """
-    folder = _folder(run_uri)
+    folder, rollouts = _set_of(run_uri)
     if not folder.exists(growing.GROWING):
         raise ShardError("this run makes no rollouts", where=run_uri, fix="give a run whose settings have `rollouts`")
     manifest = growing.read_set(folder)
-    last = len(manifest.shards)
+    minibatches = rollouts.get("minibatches", 1)
+    steps = rollouts.get("epochs", 1) * minibatches  # of a wave
+    last = len(manifest.shards) * steps
     step = step or last
     if not 1 <= step <= last:
         raise ShardError(f"there are no rollouts of step {step}", where=folder.uri,
                          fix=f"give a step from 1 to {last}" if last else "wait for the first step")
+    wave = (step - 1) // steps
     encoder = of_manifest(folder, manifest.tokenizer)
-    rows = read_shard(folder, manifest.shards[step - 1], manifest).batch.to_pylist()
-    groups: dict[str, list[Sampled]] = {}
-    prompts: dict[str, str] = {}
+    rows = read_shard(folder, manifest.shards[wave], manifest).batch.to_pylist()
+    groups: list[tuple[str, str, list[Sampled]]] = []  # a wave may have several of one prompt
     for row in rows:
         prompt, answer = row["tokens"][:row["prompt_length"]], row["tokens"][row["prompt_length"]:]
-        prompts[row["prompt_id"]] = _text(encoder, prompt)
+        if row["sample"] == 0:
+            groups.append((row["prompt_id"], _text(encoder, prompt), []))
         pieces = tuple((_text(encoder, [token]), value if learnt else None)
                        for token, value, learnt in zip(answer, row["log_probabilities"], row["learnt"]))
-        groups.setdefault(row["prompt_id"], []).append(
+        groups[-1][2].append(
             Sampled(row["sample"], row["reward"], row["advantage"], _text(encoder, answer),
                     _turns(encoder, answer, row["learnt"]), pieces))
-    return ledger.read(folder, step, manifest.shards[step - 1].name), [SampledGroup(name, prompts[name], tuple(answers))
-                                       for name, answers in groups.items()]
+    found = [SampledGroup(name, prompt, tuple(answers)) for name, prompt, answers in groups]
+    if minibatches > 1:
+        found = [found[place] for place in _places(run_uri, step)]
+    return ledger.read(folder, wave * steps + 1, manifest.shards[wave].name), found
+
+
+def _places(run_uri: str, step: int) -> list[int]:
+    """Return the places of a step's groups in its wave."""
+    run = storage.store(run_uri).read_json("run.json")
+    source = recorded_source(run)
+    batch = rollout_batch(source, positions(run, source).of(step), run["config"]["rollouts"]["group"])
+    places: list[int] = batch["groups"]
+    return places
 
 
 def _turns(encoder: Encoder, answer: list[int], learnt: list[int]) -> tuple[tuple[str, str], ...]:
@@ -88,13 +105,14 @@ def _turns(encoder: Encoder, answer: list[int], learnt: list[int]) -> tuple[tupl
     return tuple(parts)
 
 
-def _folder(run_uri: str) -> storage.Store:
-    """Return the set of rollouts that a run trains on: its own, or for a replay that of the other run."""
+def _set_of(run_uri: str) -> tuple[storage.Store, dict[str, Any]]:
+    """Return the set of rollouts that a run trains on, for a replay that of the other run, and its settings."""
     run = storage.store(run_uri)
-    replayed = ""
+    settings: dict[str, Any] = {}
     if run.exists("run.json"):
-        replayed = (run.read_json("run.json")["config"].get("rollouts") or {}).get("replay", "")
-    return (storage.store(replayed) if replayed else run).child(ROLLOUTS)
+        settings = run.read_json("run.json")["config"].get("rollouts") or {}
+    replayed = settings.get("replay", "")
+    return (storage.store(replayed) if replayed else run).child(ROLLOUTS), settings
 
 
 def _text(encoder: Encoder, tokens: list[int]) -> str:

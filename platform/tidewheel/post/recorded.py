@@ -4,9 +4,10 @@ Generators always have work: a prompt is given out as soon as there is room with
 newest policy of that time. A step admits groups in the order in which they are done. Its entry in the ledger has this
 order, each group's policy, and the prompts that were still out, so a driver that takes over gives out exactly these.
 
-No group becomes too old, so none is dropped for its age. The policy after step v samples for the steps up to
-v + 1 + look_ahead. A prompt is given out only while all groups that are out fit into these steps; and a step passes
-over a group with time left if older ones would then have too few places. So a step may wait for a slow group.
+No group becomes too old, so none is dropped for its age. The policy after wave v samples for the waves up to
+v + 1 + look_ahead; a wave is a step unless it has `rollouts.epochs` or `minibatches`. A prompt is given out only while
+all groups that are out fit into these waves; and a wave passes over a group with time left if older ones would then
+have too few places. So a wave may wait for a slow group.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RecordedCollector(Collector):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._needed = self._config.batch.global_sequences // self._rollouts.group
+        self._needed = self._config.wave_groups
         self._first = self._next = 0  # prompt that was not given out before this step, and before now
         self._waiting = deque[int]()  # positions that a driver before this one has given out
         self._out: dict[int, Version] = {}  # positions that generators have
@@ -46,7 +47,7 @@ class RecordedCollector(Collector):
             self._first = self._next = last.next
             self._waiting = deque(last.open)
         self._take_over()
-        for step in range(done + 1, self._config.steps + 1):
+        for step in self._first_steps(done):
             began = time.monotonic()
             positions = self._filled(step)
             if positions is None:
@@ -74,7 +75,8 @@ class RecordedCollector(Collector):
             self._give_out(step)
             positions = admissible(
                 [(position, self._deadline(policy.version)) for position, (_, policy) in self._ready.items()],
-                [self._deadline(version.number) for version in self._out.values()], step, self._needed)
+                [self._deadline(version.number) for version in self._out.values()], self._rollouts.wave_of(step),
+                self._needed)
             if len(positions) == self._needed:
                 return positions
             if not self._out:
@@ -94,15 +96,16 @@ class RecordedCollector(Collector):
         return None
 
     def _deadline(self, version: int) -> int:
-        """Return the last step for which a version of the policy may sample."""
-        return min(version + 1 + self._rollouts.look_ahead, self._config.steps)
+        """Return the last wave for which a version of the policy may sample."""
+        rollouts = self._rollouts
+        return min(rollouts.wave_of(version + 1) + rollouts.look_ahead, rollouts.wave_of(self._config.steps))
 
     def _give_out(self, step: int) -> None:
         """Give out prompts while their groups fit into the steps that the newest policy may sample for."""
         version = self._look(step)
         if version is None:
             return
-        room = (self._deadline(version.number) - step + 1) * self._needed
+        room = (self._deadline(version.number) - self._rollouts.wave_of(step) + 1) * self._needed
         while len(self._ready) + len(self._out) < room:
             if self._waiting:
                 position = self._waiting.popleft()
@@ -118,10 +121,11 @@ class RecordedCollector(Collector):
         self._looked = time.monotonic()
         known = self._newest
         with contextlib.suppress(StorageAwayError):  # training, which publishes, decides for how long to wait
-            if known is None or self._deadline(known.number) < step:
+            if known is None or self._deadline(known.number) < self._rollouts.wave_of(step):
                 self._newest = newest(self._run, self._stages)
             else:
-                self._newest = published(self._run, known.number + 1, self._stages) or known
+                following = known.number + self._rollouts.wave_steps
+                self._newest = published(self._run, following, self._stages) or known
         return self._newest
 
     def _entry(self, step: int, positions: list[int]) -> StepEntry:
@@ -135,14 +139,14 @@ class RecordedCollector(Collector):
                          sampled_by=tuple(policies.index(policy) for policy in sampled))
 
 
-def admissible(ready: Iterable[tuple[int, int]], out: Iterable[int], step: int, needed: int) -> list[int]:
-    """Return the positions that a step may admit, at most `needed`: in their order, but leaving room for older groups.
+def admissible(ready: Iterable[tuple[int, int]], out: Iterable[int], wave: int, needed: int) -> list[int]:
+    """Return the positions that a wave may admit, at most `needed`: in their order, but leaving room for older groups.
 
     Args:
         ready: position and deadline of each group that is done, in the order in which they were.
-        out: deadline of each group that is still being sampled. A deadline is the last step that may admit the group.
-        step: the step.
-        needed: groups of a step.
+        out: deadline of each group that is still being sampled. A deadline is the last wave that may admit the group.
+        wave: the wave.
+        needed: groups of a wave.
     """
     ready = list(ready)
     left = Counter([*out, *(deadline for _, deadline in ready)])  # groups in no step yet, by deadline
@@ -150,12 +154,12 @@ def admissible(ready: Iterable[tuple[int, int]], out: Iterable[int], step: int, 
     for position, deadline in ready:
         if len(admitted) == needed:
             break
-        places = needed - len(admitted) - 1  # in this step, after this group
+        places = needed - len(admitted) - 1  # in this wave, after this group
         older = 0
         fits = True
-        for earlier in range(step, deadline):
+        for earlier in range(wave, deadline):
             older += left[earlier]
-            fits = fits and older <= places + (earlier - step) * needed
+            fits = fits and older <= places + (earlier - wave) * needed
         if fits:
             admitted.append(position)
             left[deadline] -= 1

@@ -37,11 +37,14 @@ def check_replay(config: TrainConfig) -> None:
     if not folder.exists(growing.GROWING):
         raise ConfigError("this run has no rollouts", where=replayed, fix="give a run whose settings have `rollouts`")
     shards = growing.read_set(folder).shards
-    if len(shards) < config.steps:
-        raise ConfigError(f"the run has rollouts of {len(shards)} steps, and the replay has {config.steps}",
-                          where=replayed, fix="let the run finish: start it again, it continues where it stopped")
-    for step, info in enumerate(shards[:config.steps], start=1):
-        ledger.read(folder, step, info.name)
+    rollouts = config.rollouts
+    waves = rollouts.wave_of(config.steps)
+    if len(shards) < waves:
+        raise ConfigError(f"the run has rollouts of {len(shards) * rollouts.wave_steps} steps, and the replay has "
+                          f"{config.steps}", where=replayed,
+                          fix="let the run finish: start it again, it continues where it stopped")
+    for wave, info in enumerate(shards[:waves], start=1):
+        ledger.read(folder, rollouts.first_step(wave), info.name)
 
 
 def replayed(run_uri: str, to: str, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -21,7 +21,7 @@ from tidewheel.post.fetching import Fetched
 from tidewheel.post.groups import Group
 from tidewheel.post.ledger import LOG, StepEntry
 from tidewheel.post.pool import OnEvent, Pool, RayPool
-from tidewheel.post.prompts import Prompts, read_prompts
+from tidewheel.post.prompts import Prompts, prompts_of
 from tidewheel.post.recorded import RecordedCollector
 from tidewheel.post.replay import check_replay
 from tidewheel.post.scaling import Scaling, Training
@@ -63,9 +63,7 @@ def prepare(run: Run) -> Prepared | None:
         check_replay(config)
         return None
     encoder, data = tokenizer_of(config)
-    longest = config.rollouts.sequence_length or config.model.max_sequence_length
-    prompts = read_prompts(config.rollouts.prompts, encoder, room=longest - config.rollouts.answer_tokens,
-                           seed=config.rollouts.seed, special_tokens=config.rollouts.special_tokens)
+    prompts = prompts_of(config, encoder)
     folder = storage.store(config.data.uri)
     folder.write(TOKENIZER, data)
     tokenizer = {**encoder.manifest(content_hash(data)), "file": TOKENIZER}
@@ -106,7 +104,7 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     pool = make_pool((config.canonical(), code, prepared.tokenizer, prepared.vocabulary_size), config, record)
     ended = threading.Event()
     scaling = Scaling(config.rollouts) if config.rollouts.generators.min_processes else None
-    training = Training(run.store, config.parallel.pipeline)
+    training = Training(run.store, config.parallel.pipeline, config.rollouts.wave_steps)
 
     def on_step(entry: StepEntry, groups: list[Group], seconds: float) -> None:
         record("step", **figures(entry, groups, seconds))

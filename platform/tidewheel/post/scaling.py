@@ -31,7 +31,7 @@ class Scaling:
         """Return the number of generators after a step's rollouts.
 
         Args:
-            ahead: steps whose rollouts wait for the trainer, besides the step that it can now begin: 0 to `look_ahead`.
+            ahead: waves that wait for the trainer, besides the one that it can now begin: 0 to `look_ahead`.
         """
         self._behind = self._behind + 1 if ahead == 0 else 0
         self._ahead = self._ahead + 1 if 0 < self._look_ahead <= ahead else 0
@@ -48,17 +48,23 @@ class Training:
     Args:
         run: the run's folder.
         stages: of the pipeline; 1 without one.
+        wave_steps: steps of a wave of rollouts.
     """
 
-    def __init__(self, run: Store, stages: int) -> None:
-        self._run, self._stages = run, stages
+    def __init__(self, run: Store, stages: int, wave_steps: int) -> None:
+        self._run, self._stages, self._wave_steps = run, stages, wave_steps
         self._step = -1
 
     def ahead(self, step: int) -> int:
-        """Return how many steps besides the next one have rollouts and are not trained, if those of `step` are done."""
+        """Return how many waves besides the next one have rollouts and are not trained.
+
+        Args:
+            step: the first step of the newest wave.
+        """
         if self._step < 0:
             version = newest(self._run, self._stages)
             self._step = -1 if version is None else version.number
-        while self._step < step - 1 and published(self._run, self._step + 1, self._stages) is not None:
-            self._step += 1
-        return max(0, step - 1 - self._step)
+        following = self._step + self._wave_steps
+        while following < step and published(self._run, following, self._stages) is not None:
+            self._step, following = following, following + self._wave_steps
+        return max(0, step - 1 - self._step) // self._wave_steps

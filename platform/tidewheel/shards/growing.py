@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tidewheel.errors import OwnershipError, ShardError, StorageError
@@ -68,6 +68,8 @@ class Growing:
     """Manifest with the shards of the waves so far; `to_come` is 0 when the set is complete."""
     hashes: tuple[str, ...]
     """Hash of the head, then of each wave; each depends on all before it."""
+    _names: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    """Index of each shard by its name. The sets that grow out of one share it, so it may have names of later waves."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Growing:
@@ -75,7 +77,7 @@ class Growing:
         hashes = [_hash(head_of(manifest))]
         for shards in _waves(manifest):
             hashes.append(_wave_hash(hashes[-1], shards))
-        return cls(manifest, tuple(hashes))
+        return cls(manifest, tuple(hashes), {shard.name: index for index, shard in enumerate(manifest.shards)})
 
     def head(self) -> Growing:
         """Return the set as it was before its first wave."""
@@ -84,7 +86,8 @@ class Growing:
 
     def records(self, first: int = 0) -> list[dict[str, Any]]:
         """Return the records of the waves from number `first` on, as JSON values."""
-        waves, begin = self.manifest.waves, sum(self.manifest.waves[:first])
+        waves = self.manifest.waves
+        begin = len(self.manifest.shards) - sum(waves[first:])
         records = []
         for number in range(first, len(waves)):
             shards = self.manifest.shards[begin:begin + waves[number]]
@@ -116,11 +119,16 @@ class Growing:
         shards = parse_shards(fields, manifest.sequence_length)
         if fields.matching("hash", HASH) != _wave_hash(self.hashes[-1], shards):
             fields.wrong("hash", "that of the wave's content")
-        known = {shard.name for shard in manifest.shards}
-        if not known.isdisjoint(shard.name for shard in shards):
+        if any(self._has(shard.name) for shard in shards):
             fields.wrong("shards", "without repetition of earlier waves'")
+        for index, shard in enumerate(shards, start=len(manifest.shards)):
+            self._names[shard.name] = index
         return Growing(replace(manifest, shards=(*manifest.shards, *shards), waves=(*manifest.waves, len(shards)),
-                               to_come=manifest.to_come - 1), (*self.hashes, values["hash"]))
+                               to_come=manifest.to_come - 1), (*self.hashes, values["hash"]), self._names)
+
+    def _has(self, name: str) -> bool:
+        shards, index = self.manifest.shards, self._names.get(name)
+        return index is not None and index < len(shards) and shards[index].name == name
 
 
 def read_set(store: Store) -> Manifest:

@@ -17,6 +17,7 @@ import numpy as np
 
 from tidewheel import storage
 from tidewheel.errors import ShardError
+from tidewheel.shards.appended import Appended
 from tidewheel.shards.cache import CACHE_BYTES, ShardFiles
 from tidewheel.shards.integrity import Integrity, fingerprint, problem_of
 from tidewheel.shards.manifest import PACKED, PARTS, PREFERENCES, REBUILD, ROLLOUTS, Manifest, read_manifest
@@ -129,7 +130,7 @@ class OpenedSet(Generic[S]):
                  on_damage: OnDamage | None = None) -> None:
         self.store, self.manifest, self._files = store, manifest, files
         self._integrity, self._on_damage = Integrity(verify), on_damage
-        self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
+        self._counts = Appended([shard.rows for shard in manifest.shards])
         self._open: OrderedDict[int, S] = OrderedDict()
         self._suspect: set[int] = set()  # damage was seen: check the whole file before the next read
         self._lock = threading.Lock()
@@ -164,7 +165,8 @@ class OpenedSet(Generic[S]):
         """Replace the manifest by one with the same shards and more after them."""
         if manifest is not self.manifest:
             with self._lock:
-                self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
+                known = len(self._counts.values)
+                self._counts.extend([shard.rows for shard in manifest.shards[known:]])
                 self.manifest = manifest
 
     def shard(self, index: int) -> S:
@@ -231,7 +233,8 @@ class OpenedSet(Generic[S]):
             ShardError: a shard is still damaged when it is read again.
         """
         names = self._integrity.unsettled()
-        for index in [index for index, info in enumerate(self.manifest.shards) if info.name in names]:
+        damaged = [index for index, info in enumerate(self.manifest.shards) if info.name in names] if names else []
+        for index in damaged:
             self._read_again([index], self._damaged(index, "the shard's content is not what its manifest says"))
 
     def close(self) -> None:
@@ -282,7 +285,7 @@ class OpenedSet(Generic[S]):
         raise NotImplementedError
 
     def _check(self, shards: np.ndarray, rows: np.ndarray) -> None:
-        counts = self._counts
+        counts = self._counts.values
         if shards.shape != rows.shape or shards.ndim != 1:
             raise IndexError(f"shards and rows must be two equal lists, got {shards.shape} and {rows.shape}")
         if shards.size and (shards.min() < 0 or shards.max() >= len(counts) or rows.min() < 0

@@ -71,6 +71,23 @@ class Order:
         shards = np.searchsorted(self._ends, rows, side="right")
         return shards, rows - self._starts[shards]
 
+    def passes(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the wave of each position, 0, and its pass over the set, int64 [B] each; both count from 0.
+
+        Args:
+            positions: int64 [B].
+        """
+        return np.zeros_like(positions), positions // self.total
+
+    def complete_rows(self, end: int, number: int) -> int:
+        """Return how many rows, from the first of the set on, have all been read in a pass.
+
+        Args:
+            end: position behind those that were read.
+            number: of the pass, from 0.
+        """
+        return self.total if (number + 1) * self.total <= end else 0
+
     def _rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the row numbers in the whole set of `positions` in one epoch."""
         key = hash64(self._seed ^ hash64(epoch))

@@ -23,7 +23,7 @@ from tidewheel.shards.mixture import Mixture, Phase, integer_weights, temperatur
 from tidewheel.shards.opened import OnDamage, Rows, TeacherRows
 from tidewheel.shards.order import Order, hash64
 from tidewheel.shards.pairs import open_set
-from tidewheel.shards.waves import WaveOrder
+from tidewheel.shards.waves import ONCE, Passes, WaveOrder
 
 LOCATED_AHEAD = 1024
 """Number of positions that a reader locates at once."""
@@ -62,6 +62,7 @@ class Source:
         domains: the sets; a single one unless there is a mixture.
         seed: any integer; only its lowest 64 bits are used.
         mixture: the share of each domain.
+        passes: how each wave of a set in waves is read.
 
     Attributes:
         domains: sorted by name.
@@ -74,27 +75,29 @@ class Source:
     reference: str = ""
     teacher: str = ""
 
-    def __init__(self, domains: Sequence[Domain], seed: int, mixture: Mixture | None = None) -> None:
+    def __init__(self, domains: Sequence[Domain], seed: int, mixture: Mixture | None = None,
+                 passes: Passes = ONCE) -> None:
         self.domains, self.mixture = tuple(domains), mixture
         self.manifest = self.domains[0].manifest
-        self._seed = seed
-        self.orders = [_order(domain.manifest, _domain_seed(seed, domain.name)) for domain in self.domains]
+        self._seed, self._passes = seed, passes
+        self.orders = [_order(domain.manifest, _domain_seed(seed, domain.name), passes) for domain in self.domains]
 
     @classmethod
-    def single(cls, uri: str, manifest: Manifest, seed: int) -> Source:
+    def single(cls, uri: str, manifest: Manifest, seed: int, passes: Passes = ONCE) -> Source:
         """Return a source of one set, each sequence once per epoch.
 
         Args:
             uri: the set.
             manifest: its manifest.
             seed: any integer.
+            passes: see `Source`.
 
         Raises:
             ShardError: the set is empty.
         """
         domain = Domain("", uri, manifest)
         _agrees(domain, domain)
-        return cls([domain], seed)
+        return cls([domain], seed, passes=passes)
 
     @classmethod
     def mixed(cls, config: MixtureConfig, manifests: dict[str, Manifest], seed: int) -> Source:
@@ -123,9 +126,15 @@ class Source:
     def grow(self, manifest: Manifest) -> None:
         """Add the waves of a single set that `manifest` has more than the present one.
 
-        Positions that were known stay the same, so other threads can go on reading.
+        Positions that were known stay the same, so other threads can go on reading. A manifest with fewer waves takes
+        the last ones away.
         """
-        self.orders = [_order(manifest, self._seed)]
+        order, waves = self.orders[0], len(self.manifest.waves)
+        if isinstance(order, WaveOrder) and len(manifest.waves) >= waves:
+            rows = [shard.rows for shard in manifest.shards[len(self.manifest.shards):]]
+            order.grow(rows, manifest.waves[waves:], whole=not manifest.to_come)
+        else:
+            self.orders = [_order(manifest, self._seed, self._passes)]
         self.domains = (Domain("", self.domains[0].uri, manifest),)
         self.manifest = manifest
 
@@ -308,7 +317,8 @@ class SourceReader:
             return columns[0][0], columns[1][0], columns[2][0]
 
 
-def open_source(uri: str, mixture: MixtureConfig | None, seed: int, *, partly: bool = False) -> Source:
+def open_source(uri: str, mixture: MixtureConfig | None, seed: int, *, partly: bool = False,
+                passes: Passes = ONCE) -> Source:
     """Open a source, with the manifests as they are now.
 
     Args:
@@ -316,13 +326,14 @@ def open_source(uri: str, mixture: MixtureConfig | None, seed: int, *, partly: b
         mixture: several sets.
         seed: any integer.
         partly: accept a single set that a pipeline is still writing, see `shards.growing`.
+        passes: of a single set, see `Source`.
 
     Raises:
         ShardError: a set is missing, damaged, or does not fit the others.
         ConfigError: a domain's share is too small.
     """
     if mixture is None:
-        return Source.single(uri, (growing.read_set if partly else read_manifest)(storage.store(uri)), seed)
+        return Source.single(uri, (growing.read_set if partly else read_manifest)(storage.store(uri)), seed, passes)
     manifests = {name: read_manifest(storage.store(domain.shards)) for name, domain in mixture.domains.items()}
     return Source.mixed(mixture, manifests, seed)
 
@@ -351,11 +362,11 @@ def _agrees(first: Domain, other: Domain) -> None:
                          where=other.uri, fix="tokenize all domains with one tokenizer file")
 
 
-def _order(manifest: Manifest, seed: int) -> Order | WaveOrder:
+def _order(manifest: Manifest, seed: int, passes: Passes) -> Order | WaveOrder:
     rows = [shard.rows for shard in manifest.shards]
     if not manifest.waves and not manifest.to_come:
         return Order(rows, seed)
-    return WaveOrder(rows, manifest.waves, seed, whole=not manifest.to_come)
+    return WaveOrder(rows, manifest.waves, seed, whole=not manifest.to_come, passes=passes)
 
 
 def _domain_seed(seed: int, name: str) -> int:

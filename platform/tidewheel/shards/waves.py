@@ -2,20 +2,39 @@
 
 A wave is a range of the set's shards. An epoch has the rows of the first wave, in the order that `shards.order` gives
 to them alone, then those of the second, and so on; each epoch shuffles them anew. So training can begin when the first
-wave is written, and reads the same rows as if all waves had been.
+wave is written, and reads the same rows as if all waves had been. A wave may be read in several passes before the next
+one; each pass shuffles it anew.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from tidewheel.shards.appended import Appended
 from tidewheel.shards.order import Order, hash64
 
 _WAVES = 0x57415645
 """Distinguishes the seeds of waves from those of a mixture's domains."""
+_ORDERS = 64
+"""Orders of waves that are kept: a batch reads one wave or two, and a run may have one for each step."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How each wave is read."""
+
+    count: int = 1
+    """Passes over a wave before the next wave."""
+    group: int = 1
+    """Neighbouring rows of a shard that stay together, in their order; they divide the rows of each shard."""
+
+
+ONCE = Passes()
 
 
 class WaveOrder:
@@ -26,19 +45,38 @@ class WaveOrder:
         waves: number of shards of each wave; a wave may be empty.
         seed: any integer; only its lowest 64 bits are used.
         whole: False while more waves are to come. Then only positions of the first epoch are known, as far as they go.
+        passes: how each wave is read.
         sizes: `block_rows` and `window_blocks` of `Order`.
     """
 
     def __init__(self, rows_per_shard: Sequence[int], waves: Sequence[int], seed: int, *, whole: bool = True,
-                 **sizes: Any) -> None:
-        self._whole, self._seed, self._sizes = whole, seed, sizes
-        self._rows = np.asarray(rows_per_shard, dtype=np.int64)
-        self._first = np.concatenate((np.zeros(1, np.int64), np.cumsum(waves, dtype=np.int64)))  # shard of each wave
-        ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(self._rows)))[self._first]
-        self._ends = ends[1:]
-        self._orders: dict[int, Order] = {}  # of the waves that were read: a run may have one for each step
-        self.total = int(ends[-1])
-        """Rows of one epoch; while more waves are to come, rows of the present ones."""
+                 passes: Passes = ONCE, **sizes: Any) -> None:
+        self._seed, self._passes, self._sizes = seed, passes, sizes
+        self._rows, self._first, self._ends = Appended(), Appended([0]), Appended([0])
+        self._order = functools.lru_cache(maxsize=_ORDERS)(self._made)
+        self._reach = (0, False)  # positions of an epoch, and whether all waves are there
+        self.grow(rows_per_shard, waves, whole=whole)
+
+    def grow(self, rows_per_shard: Sequence[int], waves: Sequence[int], *, whole: bool) -> None:
+        """Add waves behind those that are there, whose positions stay the same for threads that read them.
+
+        Args:
+            rows_per_shard: rows of each shard of the new waves.
+            waves: number of shards of each new wave.
+            whole: see `WaveOrder`.
+        """
+        rows = np.asarray(rows_per_shard, dtype=np.int64)
+        behind = np.cumsum(waves, dtype=np.int64)
+        taken = np.concatenate((np.zeros(1, np.int64), np.cumsum(rows)))[behind]
+        self._rows.extend(rows)
+        self._first.extend(self._first.values[-1] + behind)
+        self._ends.extend(self._ends.values[-1] + self._passes.count * taken)
+        self._reach = (int(self._ends.values[-1]), whole)
+
+    @property
+    def total(self) -> int:
+        """Positions of one epoch; while more waves are to come, of the present ones."""
+        return self._reach[0]
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (shard, row), int64 [B] each, of global positions; position p is in epoch p // total.
@@ -49,23 +87,60 @@ class WaveOrder:
         Raises:
             ValueError: a position is negative, or in a wave that is still to come.
         """
-        positions = np.asarray(positions, dtype=np.int64)
-        if positions.size and positions.min() < 0:
-            raise ValueError(f"positions count from 0, got {positions.min()}")
-        if not self._whole and positions.size and positions.max() >= self.total:
-            raise ValueError(f"the waves so far end at position {self.total}, got {positions.max()}")
-        epochs, inside = np.divmod(positions, max(self.total, 1))
-        waves = np.searchsorted(self._ends, inside, side="right")
+        positions, epochs, inside, waves = self._divided(positions)
+        group = self._passes.group
         shards, rows = np.empty_like(positions), np.empty_like(positions)
         for wave in np.unique(waves).tolist():  # one or two in a batch
             in_wave, order = waves == wave, self._order(wave)
-            start = int(self._ends[wave]) - order.total
-            shards[in_wave], rows[in_wave] = order.locate(epochs[in_wave] * order.total + inside[in_wave] - start)
-            shards[in_wave] += self._first[wave]
+            start = int(self._ends.values[wave])
+            place = epochs[in_wave] * self._passes.count * group * order.total + inside[in_wave] - start
+            groups, samples = np.divmod(place, group)
+            shards[in_wave], first = order.locate(groups)
+            rows[in_wave] = first * group + samples
+            shards[in_wave] += self._first.values[wave]
         return shards, rows
 
-    def _order(self, wave: int) -> Order:
-        if wave not in self._orders:
-            rows = self._rows[self._first[wave]:self._first[wave + 1]].tolist()
-            self._orders[wave] = Order(rows, hash64(self._seed ^ hash64(wave ^ _WAVES)), **self._sizes)
-        return self._orders[wave]
+    def passes(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the wave of each position and its pass over this wave, int64 [B] each; both count from 0.
+
+        In the second epoch of the set, passes count on.
+
+        Args:
+            positions: see `locate`.
+
+        Raises:
+            ValueError: see `locate`.
+        """
+        _, epochs, inside, waves = self._divided(positions)
+        ends = self._ends.values
+        rows = (ends[waves + 1] - ends[waves]) // self._passes.count
+        return waves, epochs * self._passes.count + (inside - ends[waves]) // rows
+
+    def complete_rows(self, end: int, number: int) -> int:
+        """Return how many rows, from the first of the set on, have all been read in a pass.
+
+        Args:
+            end: position behind those that were read.
+            number: of the pass over each wave, from 0.
+        """
+        epoch, inside = divmod(number, self._passes.count)
+        ends = self._ends.values
+        rows = np.diff(ends) // self._passes.count
+        complete = epoch * self.total + ends[:-1] + (inside + 1) * rows <= end
+        return int(rows[complete].sum())
+
+    def _divided(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return positions as int64, the epoch of each, its position in this epoch, and its wave."""
+        positions = np.asarray(positions, dtype=np.int64)
+        total, whole = self._reach
+        if positions.size and positions.min() < 0:
+            raise ValueError(f"positions count from 0, got {positions.min()}")
+        if not whole and positions.size and positions.max() >= total:
+            raise ValueError(f"the waves so far end at position {total}, got {positions.max()}")
+        epochs, inside = np.divmod(positions, max(total, 1))
+        return positions, epochs, inside, np.searchsorted(self._ends.values[1:], inside, side="right")
+
+    def _made(self, wave: int) -> Order:
+        first = self._first.values
+        rows = self._rows.values[first[wave]:first[wave + 1]] // self._passes.group
+        return Order(rows.tolist(), hash64(self._seed ^ hash64(wave ^ _WAVES)), **self._sizes)

@@ -197,14 +197,14 @@ def _repeats(source: Source, steps: list[int], plan: Positions) -> Iterator[str]
     done = source.counts(end)
     for index, domain in enumerate(source.domains):
         counts = [shard.rows for shard in domain.manifest.shards]
-        starts, total = np.cumsum([0, *counts]), domain.manifest.rows
+        starts, total, order = np.cumsum([0, *counts]), domain.manifest.rows, source.orders[index]
         own_visits = visits[owners == index]
-        shards, rows = source.orders[index].locate(own_visits)
-        sequences, epochs, whole = starts[shards] + rows, own_visits // total, done[index] // total
-        for epoch in range(-(-done[index] // total)):
+        shards, rows = order.locate(own_visits)
+        sequences, epochs = starts[shards] + rows, order.passes(own_visits)[1]
+        for epoch in range(int(epochs.max(initial=-1)) + 1):
             times = np.bincount(sequences[epochs == epoch], minlength=total)
-            wrong = np.flatnonzero(times > 1) if epoch >= whole else np.flatnonzero(times != 1)
-            for sequence in wrong:
+            missing = (times == 0) & (np.arange(total) < order.complete_rows(done[index], epoch))
+            for sequence in np.flatnonzero((times > 1) | missing):
                 shard = int(np.searchsorted(starts, sequence, side="right")) - 1
                 name = domain.id(shard, int(sequence - starts[shard]))
                 yield f"epoch {epoch}: sequence {name} was read {int(times[sequence])} times"

@@ -22,7 +22,6 @@ from tidewheel.models.documents import Documents
 from tidewheel.models.noise import EmbeddingNoise
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
-from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.opened import Rows
 from tidewheel.shards.source import Source
 from tidewheel.time_limit import TimeLimit, result
@@ -268,7 +267,8 @@ class BatchDigest:
         self._sends, self._group = mesh.leads, mesh.group(*DATA)
         self._share, self._micro_sequences = share, micro_sequences
         self._source, self._collectives = source, collectives
-        self._manifest: Manifest | None = None
+        self._names: list[str] = []
+        self._index: dict[str, int] = {}
 
     def of(self, ids: Sequence[str], indices: np.ndarray | None = None) -> str | None:
         """Return the digest on rank 0, None elsewhere. All ranks call it with what they loaded.
@@ -310,11 +310,13 @@ class BatchDigest:
 
     def _number(self) -> None:
         """Number the shards; those that a growing set has added come last."""
-        if self._manifest is not self._source.manifest:
-            self._manifest = self._source.manifest
-            self._names = [domain.prefix + shard.name for domain in self._source.domains
-                           for shard in domain.manifest.shards]
-            self._index = {name: index for index, name in enumerate(self._names)}
+        domains = self._source.domains
+        if self._names and len(domains) > 1:
+            return  # only a single set grows
+        for domain in domains:
+            for shard in domain.manifest.shards[len(self._names) if len(domains) == 1 else 0:]:
+                self._index[domain.prefix + shard.name] = len(self._names)
+                self._names.append(domain.prefix + shard.name)
 
     def _pack(self, sequence: str) -> int:
         name, _, row = sequence.rpartition(":")

@@ -26,6 +26,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.distillation.objective import TeacherObjective
 from tidewheel.train.parallel import legal
 from tidewheel.train.positions import Positions
+from tidewheel.train.record import passes_of
 from tidewheel.train.runtime import Described
 
 
@@ -45,7 +46,9 @@ def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
     if not config.data.uri and config.data.mixture is None:
         raise ConfigError("no training data given", where="data.uri",
                           fix="set it to the shards/ folder that `tidewheel data run` wrote: --set data.uri=...")
-    source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0)
+    passes = passes_of(None if config.rollouts is None else config.rollouts.canonical())
+    source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0,
+                         passes=passes)
     manifest = source.manifest
     fits(config, manifest)
     _lasts(config, source)

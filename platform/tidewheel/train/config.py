@@ -399,6 +399,10 @@ class TrainConfig(Config):
         own = rollouts.folder(self.run_uri)  # as `Run.open` sets it
         if self.data.uri not in ("", own) or self.data.mixture is not None or self.data.validation:
             return "rollouts are given, and data.uri, data.mixture or data.validation too: leave those out"
+        if self.steps % rollouts.wave_steps:
+            fewer = self.steps // rollouts.wave_steps * rollouts.wave_steps
+            return (f"steps {self.steps} end amid the rollouts.epochs {rollouts.epochs} x rollouts.minibatches "
+                    f"{rollouts.minibatches} steps of a wave; nearest legal choice: {fewer or rollouts.wave_steps}")
         if self.batch.global_sequences % rollouts.group:
             whole = max(rollouts.group, self.batch.global_sequences // rollouts.group * rollouts.group)
             return (f"batch.global_sequences {self.batch.global_sequences} is not a multiple of rollouts.group "
@@ -424,10 +428,21 @@ class TrainConfig(Config):
         if self.objective.needs_teacher and not getattr(self.objective, "teacher", ""):
             return (f"objective.kind {name_of(type(self.objective))} learns from answers that are new at each step, so "
                     "its teacher runs beside it: set objective.teacher to a run or checkpoint")
+        if isinstance(self.objective, PolicyObjective) and self.objective.correction != "none" \
+                and rollouts.wave_steps > 1:
+            return (f"objective.correction {self.objective.correction} takes the clipped ratio to the policy of each "
+                    "step, so with rollouts.epochs or minibatches nothing would be clipped; nearest legal choice: "
+                    "objective.correction none")
         if isinstance(self.objective, PolicyObjective) and self.objective.temperature != rollouts.temperature:
             return (f"objective.temperature {self.objective.temperature:g} is not that of the rollouts, "
                     f"{rollouts.temperature:g}; set both to one value")
         return ""
+
+    @property
+    def wave_groups(self) -> int:
+        """Return the groups of a wave of rollouts."""
+        assert self.rollouts is not None
+        return self.batch.global_sequences // self.rollouts.group * self.rollouts.minibatches
 
     @property
     def start_is_reference(self) -> bool:

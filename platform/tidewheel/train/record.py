@@ -16,6 +16,7 @@ from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.growing import Growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, open_source
+from tidewheel.shards.waves import Passes
 from tidewheel.storage import Store
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.branching import Branch, lineage
@@ -207,6 +208,18 @@ def positions(run: dict[str, Any], source: Source, rollbacks: Sequence[dict[str,
     return Positions(BatchSizes(run["config"]["batch"], source.manifest.sequence_length), windows)
 
 
+def passes_of(rollouts: Mapping[str, Any] | None) -> Passes:
+    """Return how a run reads the waves of its shard set.
+
+    Args:
+        rollouts: the run's `rollouts` as in run.json; None: it makes none.
+    """
+    if not rollouts:
+        return Passes()
+    one_step = rollouts.get("minibatches", 1) == 1  # it has all groups of a wave
+    return Passes(rollouts.get("epochs", 1), 1 if one_step else rollouts["group"])
+
+
 def read_result(store: Store) -> TrainResult | None:
     """Return the result of a finished run, or None."""
     return TrainResult(**store.read_json("result.json")) if store.exists("result.json") else None
@@ -227,7 +240,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
     recorded = run["data"].get("shards") or run["data"]["mixture"]
     if "shards" in run["data"]:
         where = uri or recorded["uri"]
-        source = open_source(where, None, seed, partly=True)
+        source = open_source(where, None, seed, partly=True, passes=passes_of(run["config"].get("rollouts")))
     else:
         where = ", ".join(domain["uri"] for domain in recorded["domains"].values())
         if uri is not None:

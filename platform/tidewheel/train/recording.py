@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tidewheel.train.batches import BatchDigest
 from tidewheel.train.callback import Callbacks, Step
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.parallel.expert_load import figures as expert_figures
+from tidewheel.train.rollout_batch import rollout_batch
 from tidewheel.train.run_state import finite
 from tidewheel.train.step import StepResult
 from tidewheel.train.training import Training
@@ -86,4 +89,11 @@ class Recording:
             training.record.batches.append({
                 "step": step, "digest": digest, "position": int(positions[0]), "count": len(positions),
                 "world_size": training.runtime.world_size, "generation": training.runtime.generation,
-                **({"passed_over": windows} if windows else {})})
+                **({"passed_over": windows} if windows else {}), **self._of_rollouts(positions)})
+
+    def _of_rollouts(self, positions: np.ndarray) -> dict[str, Any]:
+        """Return which groups of a wave of rollouts a step trained on, if waves have several steps."""
+        rollouts = self._training.config.rollouts
+        if rollouts is None or rollouts.wave_steps == 1:
+            return {}
+        return rollout_batch(self._training.source, positions, rollouts.group)

@@ -38,6 +38,8 @@ REFUSED: dict[str, str] = {
     "rollouts.replay": "the data would be another run's",
     "rollouts.schedule": "the ledger would have two kinds of steps",
     "rollouts.look_ahead": "the ledger's steps would have two bounds of the lag",
+    "rollouts.epochs": "the order of the rollouts would change",
+    "rollouts.minibatches": "the order of the rollouts would change",
 }
 """Settings that define a run, and why each must not change. All others may."""
 FREE_PARTS_OF_MODEL = tuple(f"model.{name}" for name in (*KERNELS, "init_from"))

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import ORACLES, imported
+from tidewheel.inference import prefill
 from tidewheel.inference.draws import philox, uniforms
 from tidewheel.inference.group import Answer, Sampling, choose, sample_group
 from tidewheel.models import families
 from tidewheel.models.attention import document_attention, document_mask
-from tidewheel.models.attention_backends import repeated
+from tidewheel.models.attention_backends import EXACT_KEYS, exact, repeated
 from tidewheel.models.decoder import Decoder
 from tidewheel.train.precision import Precision, precision_context
 
@@ -154,6 +155,78 @@ def test_turns_have_the_bits_of_training_whatever_the_lengths_of_others(decoder:
             every = decoder(padded, torch.arange(48)[None], segments).float().log_softmax(-1)[0]
         values = every[len(PROMPT) - 1:].gather(1, padded[0, len(PROMPT):, None])[:len(answer.tokens), 0].tolist()
         assert [value if learnt else 0.0 for value, learnt in zip(values, answer.learnt)] == answer.log_probabilities
+
+
+class Tool:
+    """A partner that answers each turn of two tokens by a long reply."""
+
+    turn_tokens = 2
+
+    def __init__(self, reply: int) -> None:
+        self._reply = reply
+
+    def opening(self, answer: int) -> list[int]:
+        return [40 + answer % 3] * 20
+
+    def ends(self, turn: Sequence[int]) -> bool:
+        return False
+
+    def reply(self, answer: int, turn: Sequence[int]) -> list[int] | None:
+        return [50 + (turn[0] + index) % 30 for index in range(self._reply)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_long_replies_are_computed_in_chunks_with_the_same_bits(decoder: Decoder, precision: Precision,
+                                                                monkeypatch: pytest.MonkeyPatch):
+    """The answers differ in no bit; the passes and their largest number of tokens follow from the chunk."""
+    sizes: list[int] = []
+    outputs: list[int] = []
+
+    def sampled(chunk: int, partner: Tool) -> list[Answer]:
+        monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)
+        sampling = Sampling(80, precision=precision)
+        sizes.clear()
+        outputs.clear()
+        return sample_group(decoder, PROMPT * 4, range(4), sampling, key=1, stream=2, partner=partner)
+
+    longer = Decoder(decoder.config.model_copy(update={"max_sequence_length": 160}), 128).requires_grad_(False)
+    longer.load_state_dict(decoder.state_dict())
+    decoder = longer
+    decoder.register_forward_pre_hook(lambda _, arguments: sizes.append(arguments[0].numel()))
+    decoder.register_forward_hook(lambda _, arguments, result: outputs.append(result.numel()))
+    alone = sampled(16, Tool(20))
+    assert max(sizes) <= 16 + 15, "of the prompt: a chunk, and what is too little for another"
+    assert max(outputs) <= 16 * 128, "logits of one token a row, or of as many as exact products need"
+    passes = len(sizes)
+    for chunk in (64, 4096):
+        assert sampled(chunk, Tool(20)) == alone
+        assert len(sizes) < passes
+    assert len(sizes) == 1 + sum(alone[0].learnt), "one for the prompt, and one before or behind each sampled token"
+
+
+def test_chunks_have_all_tokens_and_none_is_too_small():
+    for length in range(1, 70):
+        for size in (1, 7, 16):
+            bounds = list(prefill.chunks(length, size, 5))
+            assert [bound for bounds_of in bounds for bound in range(*bounds_of)] == list(range(length))
+            assert all(end - first >= min(5, length, size) for first, end in bounds)
+            assert all(end - first < size + 5 for first, end in bounds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_attention_has_the_same_bits_beside_any_queries_and_keys(dtype: torch.dtype):
+    """Also where a sum over the keys is so long that libraries divide it by its length."""
+    torch.manual_seed(0)
+    length = 1216
+    q, k, v = (torch.randn(1, heads, length, 16).to(dtype) for heads in (4, 2, 2))
+    dense = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    whole = exact(q, k, v, dense, None)
+    for last in (5, 255, 256, 300, 383, 384, 511, 700, 1023, 1100, 1215):
+        for queries in (1, 3, 70):
+            begin, seen = max(0, last + 1 - queries), -(-(last + 1) // EXACT_KEYS) * EXACT_KEYS
+            part = exact(q[:, :, begin:last + 1], k[:, :, :seen], v[:, :, :seen], dense[:, :, begin:last + 1, :seen],
+                         None)
+            assert torch.equal(part, whole[:, :, begin:last + 1]), (last, queries)
 
 
 def test_exact_attention_equals_torchs():

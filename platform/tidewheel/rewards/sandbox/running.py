@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tidewheel.errors import ConfigError
 from tidewheel.rewards.sandbox.child import CANNOT, READY
+from tidewheel.rewards.scoring import children
 
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0
@@ -135,7 +135,7 @@ class _Watch:
                               fix="judge on Linux 5.13 or later with Landlock and seccomp, or set sandbox to limits: "
                                   "the code then has limits of time and memory, but reaches files and the network")
         if line != READY:
-            raise SandboxFailed("sandbox", f"it ended before the code began, {_ending(self._status)}")
+            raise SandboxFailed("sandbox", f"it ended before the code began, {children.ending(self._status)}")
         self._data = bytearray(rest)
         problem = self._until_it_ends()
         return Ran(self._data.decode(errors="replace"), problem)
@@ -172,7 +172,7 @@ class _Watch:
             if self._processor < self._limits.cpu_seconds:
                 raise SandboxFailed("killed", "something outside ended it, short memory of the machine perhaps")
             return "time"
-        return "" if self._status == 0 else f"it ended, {_ending(self._status)}"
+        return "" if self._status == 0 else f"it ended, {children.ending(self._status)}"
 
     def _read(self) -> bool:
         """Read what is there, or wait a moment; return whether there was something."""
@@ -208,18 +208,7 @@ class _Watch:
 
     def close(self) -> None:
         """End the process and its group."""
+        children.kill(self._child)
         if self._status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        else:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child.pid, signal.SIGKILL)  # what it started, where it could
-        for pipe in (self._child.stdin, self._child.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
-
-
-def _ending(status: Any) -> str:
-    return "still running" if status is None else signal.Signals(-status).name if status < 0 else f"exit code {status}"
+        children.close_pipes(self._child)

@@ -25,6 +25,7 @@ from typing import Any
 from tidewheel.data.readers.page_text import limit_cpu
 from tidewheel.errors import ConfigError
 from tidewheel.parts import importable, name_of
+from tidewheel.rewards.scoring import children
 from tidewheel.rewards.scoring.base import Failure, NotJudged, Reward, Sample, Scores, fitting
 
 WAIT_FACTOR = 10
@@ -75,7 +76,7 @@ class RewardProcess(contextlib.AbstractContextManager["RewardProcess"]):
                 raise NotJudged(Failure("time_limit", f"more than {self._seconds * WAIT_FACTOR} s on the clock"))
             if status == -signal.SIGXCPU:
                 raise NotJudged(Failure("time_limit", f"more than {self._seconds} s of processor time"))
-            raise NotJudged(Failure("crashed", _ending(status)))
+            raise NotJudged(Failure("crashed", children.ending(status)))
         if "wrong" in answer:
             what, where, fix = answer["wrong"]
             raise ConfigError(what, where=where, fix=fix)
@@ -90,7 +91,7 @@ class RewardProcess(contextlib.AbstractContextManager["RewardProcess"]):
                                            env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
             answer, _ = self._ask(self._child, None, START_SECONDS)
             if answer is None or "wrong" in answer:
-                problem = answer["wrong"][0] if answer else _ending(self._reap())
+                problem = answer["wrong"][0] if answer else children.ending(self._reap())
                 raise ConfigError(f"the process of the reward does not start: {problem}",
                                   where=name_of(type(self.reward)),
                                   fix="see the messages above; its module must be importable from here")
@@ -104,7 +105,7 @@ class RewardProcess(contextlib.AbstractContextManager["RewardProcess"]):
 
         def end() -> None:
             ended.set()
-            _kill(child)
+            children.kill(child)
 
         timer = threading.Timer(seconds, end)
         timer.start()
@@ -125,21 +126,9 @@ class RewardProcess(contextlib.AbstractContextManager["RewardProcess"]):
         """End the child if it still runs, and what it has started; return its exit status."""
         child, self._child = self._child, None
         assert child is not None
-        _kill(child)
-        for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
+        children.kill(child)
+        children.close_pipes(child)
         return child.wait()
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-def _ending(status: int) -> str:
-    return signal.Signals(-status).name if status < 0 else f"exit code {status}"
 
 
 def _answer(reward: Reward, samples: Sequence[Sample]) -> dict[str, Any]:

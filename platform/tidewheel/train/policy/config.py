@@ -33,6 +33,9 @@ class GeneratorsConfig(Config):
     """GPUs reserved for each; 0: sample on the CPU."""
     lease_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """A process that has not returned a group after this time is ended, and the group is sampled again elsewhere."""
+    stall_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    """On a cluster, end a process before its lease is over if it does not answer for this long, or if one pass of its
+    model takes this long. Longer than the pass over the longest prompt."""
     most_tries: int = Field(default=3, ge=1)
     """A group that has ended this many processes, or used up their leases, is dropped."""
     placement: PlacementConfig = PlacementConfig()
@@ -60,7 +63,7 @@ class RolloutsConfig(Config):
 
     With schedule in_order, the rollouts of step n come from the policy after step n - 1 - `look_ahead`, and the prompts
     of a step follow from their order and the rewards alone. So the data of a run are the same for any number of
-    processes and any failures.
+    processes and any failures. With `epochs` or `minibatches` that is true of waves of `wave_steps` steps.
     """
 
     prompts: str
@@ -117,13 +120,18 @@ class RolloutsConfig(Config):
     recorded: groups are admitted in the order in which they are done, sampled by the newest policy of their time; the
     choice is written down, and `replay` repeats it."""
     look_ahead: int = Field(default=0, ge=0, le=1024)
-    """Steps that the sampling policy is behind, at most with schedule recorded. With 0 sampling and training take
-    turns, with 1 they overlap."""
+    """Waves that the sampling policy is behind, at most with schedule recorded; a wave is a step unless it has `epochs`
+    or `minibatches`. With 0 sampling and training take turns, with 1 they overlap."""
     weights: Literal["trained", "bf16"] = "trained"
     """Matrices that generators get. trained: as the trainer has them, so that both compute the same. bf16: rounded, for
     half of the bytes and much smaller deltas; the gap between trainer and generator is then not 0."""
     replay: str = ""
     """URI of a run: train on its rollouts, in the order of its ledger, without any generator."""
+    epochs: int = Field(default=1, ge=1, le=64)
+    """Passes over the rollouts that a version of the policy sampled, a wave, before the next wave. From the second
+    optimizer step of a wave on the policy is not the one that sampled, so clipping has an effect."""
+    minibatches: int = Field(default=1, ge=1, le=1024)
+    """Optimizer steps of a pass: a wave has the groups of this many global batches, and each pass shuffles them."""
     seed: int = Field(default=0, ge=0)
     """Of the order of the prompts and of the draws."""
     generators: GeneratorsConfig = GeneratorsConfig()
@@ -163,16 +171,29 @@ class RolloutsConfig(Config):
         return (self.reward.key() if self.reward is not None else "",
                 self.environment.key() if self.environment is not None else "")
 
+    @property
+    def wave_steps(self) -> int:
+        """Return the optimizer steps that train on a wave."""
+        return self.epochs * self.minibatches
+
+    def wave_of(self, step: int) -> int:
+        """Return the wave that a step trains on; both count from 1."""
+        return -(-step // self.wave_steps)
+
+    def first_step(self, wave: int) -> int:
+        """Return the first step that trains on a wave."""
+        return (wave - 1) * self.wave_steps + 1
+
     def version_for(self, step: int) -> int:
         """Return the step after which the oldest policy samples that may sample for `step`; 0: before the first."""
-        return max(0, step - 1 - self.look_ahead)
+        return max(0, self.wave_of(step) - 1 - self.look_ahead) * self.wave_steps
 
     def is_sampled_with(self, version: int, steps: int) -> bool:
         """Return whether a run of `steps` steps samples with the policy after step `version`."""
-        if self.replay:
+        if self.replay or version % self.wave_steps:
             return False
         lag = self.look_ahead if self.schedule == "in_order" and version else 0
-        return version + 1 + lag <= steps
+        return version + (1 + lag) * self.wave_steps <= steps
 
     def folder(self, run_uri: str) -> str:
         """Return the URI of the shard set that a run trains on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,51 @@ def compare(row: Row) -> Compared:
                     abs(entropy - metrics["entropy"]) / metrics["entropy"] if tokens else 0.0, metrics)
 
 
-def _rows(objective: Objective, model: Any, reference: Any) -> MicroBatch:
-    """Return the rollouts as training reads them: sampled by a policy near the model."""
+def several_steps(row: Row, learning_rate: float, *, epochs: int, minibatches: int) -> list[tuple[float, float, float]]:
+    """Train on one wave with TRL's `num_iterations` and `steps_per_generation`, and with our objective on a copy.
+
+    Each side takes its own steps of gradient descent. TRL's buffer decides which rows a step has.
+
+    Returns:
+        For each step the difference of the losses, that of the gradients, and the share of tokens that are clipped.
+    """
+    objective = objectives.KIND.build(row.kind, row.settings)
+    theirs, ours = causal_model(0), causal_model(0)
+    everything = _rows(objective, ours, causal_model(1), noise=0.0)
+    trainer = _trainer(row, theirs, per_device_train_batch_size=4 // minibatches, steps_per_generation=minibatches,
+                       num_iterations=epochs)
+    fields, order = _fields(everything), everything.rollouts.advantages.tolist()
+    trainer._generate_and_score_completions = lambda _: fields
+    theirs.train()
+    steps = []
+    for trainer._step in range(epochs * minibatches):
+        inputs = trainer._prepare_inputs(None)
+        chosen = [order.index(value) for value in inputs["advantages"].tolist()]
+        their_loss = trainer.compute_loss(theirs, inputs)
+        their_gradient = gradient(theirs, their_loss)
+        batch = _chosen(everything, chosen)
+        sums = objective.sums(outputs_of(ours, batch), batch)
+        our_loss = sums.loss / objective.count(batch)
+        our_gradient = gradient(ours, our_loss)
+        steps.append((abs(our_loss.item() - their_loss.item()) / max(abs(their_loss.item()), 1.0),
+                      float((our_gradient - their_gradient).norm() / their_gradient.norm()),
+                      sums.metrics["clipped"].item() / objective.count(batch)))
+        for model in (theirs, ours):
+            torch.optim.SGD(model.parameters(), lr=learning_rate).step()
+    return steps
+
+
+def _chosen(batch: MicroBatch, rows: list[int]) -> MicroBatch:
+    """Return some rows of a micro-batch of rollouts."""
+    tensors = {name: getattr(batch, name)[rows] for name in ("tokens", "positions", "segment_ids", "targets")}
+    rollouts = batch.rollouts
+    assert rollouts is not None
+    return replace(batch, **tensors, documents=None, num_targets=int((tensors["targets"] >= 0).sum()), rollouts=replace(
+        rollouts, sampled=rollouts.sampled[rows], advantages=rollouts.advantages[rows], referred=None))
+
+
+def _rows(objective: Objective, model: Any, reference: Any, noise: float = 0.3) -> MicroBatch:
+    """Return the rollouts as training reads them: sampled by a policy near the model, or with noise 0 by the model."""
     from tidewheel.train.preferences.log_probabilities import token_log_probabilities
 
     def read(rollouts: list[Rollout]) -> MicroBatch:
@@ -99,12 +142,12 @@ def _rows(objective: Objective, model: Any, reference: Any) -> MicroBatch:
         return micro_batch(rows, slice(None), 0, torch.device("cpu"))
 
     empty = read([Rollout(prompt, answer, [0.0] * len(answer), advantage) for prompt, answer, advantage in ROLLOUTS])
-    noise = 0.3 * torch.randn(4, LENGTH, generator=torch.Generator().manual_seed(3))
+    moved = noise * torch.randn(4, LENGTH, generator=torch.Generator().manual_seed(3))
     temperature = getattr(objective, "temperature", 1.0)
     with torch.no_grad():
         outputs = outputs_of(model, empty)
         hot = type(outputs)(outputs.hidden, lambda x: outputs.make_logits(x) / temperature)
-        sampled = (token_log_probabilities(hot, empty.targets, 0) + noise).clamp(max=0)
+        sampled = (token_log_probabilities(hot, empty.targets, 0) + moved).clamp(max=0)
         referred = token_log_probabilities(outputs_of(reference, empty), empty.targets, 0)
     rollouts = []
     for index, (prompt, answer, advantage) in enumerate(ROLLOUTS):
@@ -114,25 +157,30 @@ def _rows(objective: Objective, model: Any, reference: Any) -> MicroBatch:
     return read(rollouts)
 
 
-def _trl(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return TRL's loss and its mean entropy."""
+def _trainer(row: Row, model: Any, reference: Any = None, **arguments: Any) -> Any:
+    """Return a trainer of TRL's that can compute losses, and has not trained."""
     from datasets import Dataset, disable_progress_bars
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     disable_progress_bars()
     trainer_class, config_class = (RLOOTrainer, RLOOConfig) if row.kind == "rloo" else (GRPOTrainer, GRPOConfig)
     settings = {"beta": 0.0, "epsilon": EPSILON, "temperature": 1.0, **row.trl}
-    mode = settings.pop("mode", "")
+    settings.pop("mode", None)
     if settings["beta"]:  # TRL reads its reference from a folder
         model.config._name_or_path = model.name_or_path = tempfile.mkdtemp()
         reference.save_pretrained(model.name_or_path)
-    arguments = config_class(output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, bf16=False,
-                             gradient_checkpointing=False, per_device_train_batch_size=4, num_generations=4,
-                             max_completion_length=ANSWER, disable_dropout=True, **settings)
-    trainer = trainer_class(model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions),
-                            args=arguments, train_dataset=Dataset.from_list([{"prompt": "t5"}] * 8),
-                            processing_class=tokenizer())
+    config = config_class(output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, bf16=False,
+                          gradient_checkpointing=False, num_generations=4, max_completion_length=ANSWER,
+                          disable_dropout=True, **{"per_device_train_batch_size": 4, **arguments}, **settings)
+    trainer = trainer_class(model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
+                            train_dataset=Dataset.from_list([{"prompt": "t5"}] * 8), processing_class=tokenizer())
     trainer.current_gradient_accumulation_steps = 1  # only set inside train()
+    return trainer
+
+
+def _trl(row: Row, model: Any, reference: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return TRL's loss and its mean entropy."""
+    trainer, mode = _trainer(row, model, reference), row.trl.get("mode", "")
     fields = _fields(batch)
     if row.kind == "rloo":
         fields["old_logps"] = (fields["old_per_token_logps"] * fields["completion_mask"]).sum(1)

@@ -29,6 +29,20 @@ def test_every_loss_equals_trls():
     assert len({round(compared.loss, 5) for compared in found.values()}) >= len(found) - 2, "the losses differ"
 
 
+def test_each_step_of_several_passes_over_a_wave_equals_trls():
+    pytest.importorskip("trl")
+    from tests.unit.train.policy.oracle import Row, several_steps
+
+    gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+    for kind, trl, learning_rate in (("grpo", {"epsilon_high": 0.2}, 8e-3), ("gspo", gspo, 6e-6)):
+        steps = several_steps(Row(kind, {"loss_type": "grpo", **trl}, {}), learning_rate, epochs=3, minibatches=2)
+        assert len(steps) == 6
+        assert all(loss < 1e-6 and gradient < 1e-6 for loss, gradient, _ in steps)
+        clipped = [share for _, _, share in steps]
+        assert clipped[0] == 0, "the first step trains the policy that sampled"
+        assert 0.4 < max(clipped) < 1
+
+
 def test_the_oracle_notices_a_small_change(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("trl")
     from tests.unit.train.policy import oracle
