@@ -73,6 +73,13 @@ class StepEntry:
     """Policies that sampled the admitted groups, if the schedule is recorded."""
     sampled_by: tuple[int, ...] = ()
     """Index in `policies` for each of the admitted groups, if the schedule is recorded."""
+    engine: str = ""
+    """Key of the engine that sampled."""
+    rollouts: tuple[str, ...] = ()
+    """Hash of each admitted group's rollouts, see `stored.group_hash`, if the engine cannot repeat them."""
+    again: tuple[int, ...] = ()
+    """Positions of admitted groups that were begun before and lost, if the engine cannot repeat them: these are other
+    rollouts."""
 
     @property
     def versions(self) -> list[int]:
@@ -135,7 +142,15 @@ def read(folder: Store, step: int, shard: str) -> StepEntry:
     return StepEntry(step, fields.number("first"), fields.number("next"), fields.number("version"),
                      fields.text("weights"), fields.text("shard"), tuple(fields.numbers("admitted")), dropped,
                      reward=str(values.get("reward", "")), environment=str(values.get("environment", "")),
-                     **_recorded(fields))
+                     engine=str(values.get("engine", "")), **_stored(fields), **_recorded(fields))
+
+
+def _stored(fields: Fields) -> dict[str, Any]:
+    """Return the fields of a step that only engines have that cannot repeat rollouts."""
+    rollouts = fields.values.get("rollouts", [])
+    if not isinstance(rollouts, list) or any(not isinstance(value, str) for value in rollouts):
+        fields.wrong("rollouts", "a list of hashes")
+    return {"rollouts": tuple(rollouts), "again": tuple(fields.numbers("again")) if fields.values.get("again") else ()}
 
 
 def _recorded(fields: Fields) -> dict[str, Any]:

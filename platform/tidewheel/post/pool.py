@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tidewheel.errors import RolloutError
 from tidewheel.placement import with_labels
-from tidewheel.post.groups import Group, Job
+from tidewheel.post.groups import Group, Job, lost
 from tidewheel.train.policy.config import GeneratorsConfig
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ ERROR_CHARACTERS = 600
 """Of an error's text, its end."""
 NO_NODE_SECONDS = 60.0
 """Time that actors may wait for a node before it is said."""
-LOST = "lost"
-"""Reason of a group that has ended too many processes."""
 
 
 class Pool(Protocol):
@@ -52,17 +51,6 @@ class Pool(Protocol):
     def close(self) -> None:
         """End the processes."""
         ...
-
-
-def lost(job: Job, tries: int) -> Group:
-    """Return the group of a job that is given up.
-
-    Args:
-        job: the job.
-        tries: how often it was begun.
-    """
-    return Group(job.position, job.prompt.id, job.version.number, failure=LOST,
-                 detail=f"{tries} processes ended with it")
 
 
 _arguments: tuple[Any, ...] = ()
@@ -153,7 +141,7 @@ class LocalPool:
             elif tries >= self._settings.most_tries:
                 self._given_up.append(lost(job, tries))
             else:
-                self._submit(job, tries + 1)
+                self._submit(replace(job, again=True), tries + 1)
 
     def close(self) -> None:
         """See `Pool`."""
@@ -296,7 +284,7 @@ class RayPool:
         if tries >= self._settings.most_tries:
             self._given_up.append(lost(job, tries))
         else:
-            self._waiting.appendleft((job, tries + 1))
+            self._waiting.appendleft((replace(job, again=True), tries + 1))
 
     def _end_leases(self) -> None:
         """End actors whose lease is over: they hang, or their node is gone without a sign."""
