@@ -82,8 +82,8 @@ class RolloutAudit:
         """Return what holds for lost rollouts."""
         if self.repeats:
             return "a rollout follows from its key and the weights: a lost one is made again with the same bits"
-        return (f"the engine cannot repeat rollouts, so they were stored: all {self.stored} groups have the hash in the "
-                f"ledger; {self.again} were lost before they were stored, and sampled anew")
+        return (f"the engine cannot repeat rollouts, so they were stored: all {self.stored} groups have the hash in "
+                f"the ledger; {self.again} were lost before they were stored, and sampled anew")
 
 
 def audit_rollouts(run_uri: str) -> RolloutAudit | None:

@@ -88,8 +88,8 @@ def lost(job: Job, tries: int) -> Group:
                  detail=f"{tries} processes ended with it")
 
 
-def make_group(job: Job, sample: SampleGroup, encoder: Encoder, judge: Judge | None, sampling: Sampling, *, answers: int,
-               seed: int, environment: Environment | None = None, special_tokens: bool = False) -> Group:
+def make_group(job: Job, sample: SampleGroup, encoder: Encoder, judge: Judge | None, sampling: Sampling, *,
+               answers: int, seed: int, environment: Environment | None = None, special_tokens: bool = False) -> Group:
     """Return the group of a job.
 
     Args:

@@ -12,8 +12,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-from tidewheel.errors import CheckpointError, StorageAwayError, StorageError
 from tidewheel.engines.serving.base import Weights
+from tidewheel.errors import CheckpointError, StorageAwayError, StorageError
 from tidewheel.models.decoder import VALUE_HEAD, Decoder
 from tidewheel.models.family import Model
 from tidewheel.models.huggingface import weight_shapes

@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.post.runs import InlinePool, ScriptedPool, logged, rollout_run
 from tests.unit.post.test_collector import answered, waves
-from tests.unit.post.test_episodes import Script
+from tests.unit.post.test_episodes import GUESS, Script
 from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic import trainer
@@ -112,8 +112,7 @@ def test_an_engine_that_always_dies_ends_the_run_with_its_reason(tmp_path: Path,
 def test_an_engine_of_ones_own_samples(tmp_path: Path, pools: list[InlinePool]):
     """It says that it repeats rollouts, so they are kept as the native engine's are."""
     config = rollout_run(tmp_path, "run", "rollouts.engine={kind: 'tests.engine_parts:Dice', seed: 3}", "steps=1",
-                         "rollouts.environment={kind: guess_number, turn_tokens: 2, turns: 3, turn_end: '', none: 'no ', "
-                         "highest: 1}", "rollouts.answer_tokens=11")
+                         GUESS, "rollouts.answer_tokens=11")
     trainer.fit_local(config)
     proof = audit_rollouts(config.run_uri)
     assert proof is not None
@@ -264,7 +263,7 @@ def test_an_engine_talks_as_the_native_one_does(replies: list[Sequence[int] | No
 
 @pytest.mark.parametrize(("tokens", "values", "said"), [
     ([], [], "0 tokens"), ([1] * 5, [-1.0] * 5, "5 tokens"), ([1, 16], [-1.0] * 2, "vocabulary"),
-    ([1, True], [-1.0] * 2, "vocabulary"), ([1, 2], [-1.0], "1 log-prob"), ([1] * 4, [-1.0, float("nan")] * 2, "finite"),
+    ([1, True], [-1.0] * 2, "vocabulary"), ([1, 2], [-1.0], "1 log-prob"), ([1], [float("nan")], "finite"),
     ([1] * 4, [0.5] * 4, "above 0"), ([0, 1], [-1.0] * 2, "behind a stop"), ([1, 2], [-1.0] * 2, "no stop token"),
     ([1, 2, 0], [-1.0] * 3, ""), ([1] * 4, [-1.0] * 4, "")])
 def test_what_an_engine_returns_is_checked(tokens: list[int], values: list[float], said: str):

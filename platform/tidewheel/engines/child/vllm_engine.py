@@ -33,6 +33,8 @@ class Vllm:
             self._llm = vllm.LLM(model=folder, **settings["arguments"])
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            if _is_cpu():
+                self._llm.collective_rpc(_tie_again)
             self._llm.reset_prefix_cache()
         return {"about": f"vllm {vllm.__version__}"}
 
@@ -63,16 +65,40 @@ class Vllm:
         return results
 
 
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _tie_again(worker: Any) -> None:
+    """Give a head that is tied to the embedding the weights that this has now.
+
+    On a CPU such a head has a packed copy of them. `reload_weights` leaves the copy of the first version (vLLM 0.32.0
+    prints "ParallelLMHead: Failed to load weights").
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    model = worker.get_model()
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return
+    modules = list(model.modules())
+    heads = [module for module in modules if isinstance(module, ParallelLMHead)]
+    tables = [module for module in modules if isinstance(module, VocabParallelEmbedding) and module not in heads]
+    for head in heads:
+        head.tie_weights(tables[0])
+        head.quant_method.process_weights_after_loading(head)
+
+
 def _check(vllm: Any, folder: str) -> None:
     """Raise Refused if vLLM has no such model, or no attention of this shape on a CPU."""
     from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.platforms import current_platform
 
     config = json.loads(Path(folder, "config.json").read_text())
     [architecture] = config["architectures"]
     if architecture not in ModelRegistry.get_supported_archs():
         raise Refused(UNSUPPORTED, f"vLLM {vllm.__version__} has no {architecture}")
-    if current_platform.is_cpu() and "num_attention_heads" in config:
+    if _is_cpu() and "num_attention_heads" in config:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from tidewheel.engines.child import answering
-from tidewheel.engines.serving.base import (Completion, Engine, EngineLost, EngineUse, Prefix, RunningEngine, Weights)
+from tidewheel.engines.serving.base import Completion, Engine, EngineLost, EngineUse, Prefix, RunningEngine, Weights
 from tidewheel.errors import ConfigError, RolloutError
 from tidewheel.parts import name_of
 from tidewheel.private_folders import hold, remove_abandoned
