@@ -69,24 +69,27 @@ def serve(engine: Served, descriptor: int) -> None:
     """
     _end_with_parent()
     connection = socket.socket(fileno=descriptor)
-    lines = connection.makefile("rb")
-    weights = ""
-    for line in lines:
-        request = json.loads(line)
-        with contextlib.suppress(BrokenPipeError):
-            try:
-                answer = _answered(engine, request, weights, _Beats(connection, request["id"]))
-                weights = request["weights"] if request["op"] == "load" else weights
-            except Refused as error:
-                weights = "" if request["op"] == "load" else weights
-                _send(connection, {"id": request["id"], "error": {"reason": error.reason, "detail": error.detail}})
-            except Exception as error:
-                traceback.print_exc()
-                weights = "" if request["op"] == "load" else weights
-                detail = f"{type(error).__name__}: {error}"
-                _send(connection, {"id": request["id"], "error": {"reason": FAILED, "detail": detail}})
-            else:
-                _send(connection, {"id": request["id"], "ok": answer})
+    with contextlib.suppress(ConnectionError):  # the other side has ended
+        weights = ""
+        for line in connection.makefile("rb"):
+            request = json.loads(line)
+            answer, weights = _answer(engine, request, weights, _Beats(connection, request["id"]))
+            _send(connection, {"id": request["id"], **answer})
+
+
+def _answer(engine: Served, request: dict[str, Any], weights: str, beat: Beat) -> tuple[dict[str, Any], str]:
+    """Return the answer to a request, and the digest of the weights that are loaded then, "" for none."""
+    loads = request["op"] == "load"
+    try:
+        ok = _answered(engine, request, weights, beat)
+    except Exception as error:
+        reason, detail = FAILED, f"{type(error).__name__}: {error}"
+        if isinstance(error, Refused):
+            reason, detail = error.reason, error.detail
+        else:
+            traceback.print_exc()
+        return {"error": {"reason": reason, "detail": detail}}, "" if loads else weights
+    return {"ok": ok}, request["weights"] if loads else weights
 
 
 def _answered(engine: Served, request: dict[str, Any], weights: str, beat: Beat) -> dict[str, Any]:

@@ -22,7 +22,11 @@ class Vllm:
         self._requests = 0
 
     def load(self, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Start vLLM with the weights in a folder, or load them into the vLLM that runs."""
+        """Start vLLM with the weights in a folder, or load them into the vLLM that runs.
+
+        Raises:
+            Refused: vLLM is missing, or cannot serve the model.
+        """
         try:
             import vllm
         except ImportError as error:

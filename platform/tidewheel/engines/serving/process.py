@@ -194,6 +194,7 @@ class ProcessRunning(RunningEngine):
 
         if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
             return False
+        # fp32 and some room
         shapes = huggingface.weight_shapes(self._use.model, self._use.vocabulary_size).values()
         return shutil.disk_usage(SHARED_MEMORY).free > 5 * sum(math.prod(shape) for shape in shapes)
 
@@ -211,11 +212,12 @@ class ProcessRunning(RunningEngine):
             RolloutError: it cannot start.
         """
         self._requests += 1
+        if self._connection is None:
+            raise EngineLost(f"the process of {self._name} has ended")
         try:
-            assert self._connection is not None
             self._send(self._connection, json.dumps({"id": self._requests, **request}).encode() + b"\n", seconds)
             answer = self._answer(self._connection, seconds)
-        except (OSError, ValueError, KeyError, AssertionError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise self._lost(f"{type(error).__name__}: {error}") from error
         if "error" not in answer:
             ok: dict[str, Any] = answer["ok"]
