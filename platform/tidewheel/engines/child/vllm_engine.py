@@ -35,6 +35,8 @@ class Vllm:
         if self._llm is None:
             _check(vllm, folder)
             self._llm = vllm.LLM(model=folder, **settings["arguments"])
+            # The first step compiles, for minutes on a busy machine, and gives no sign of life meanwhile.
+            self.complete([{"tokens": [0], "most": 2, "seed": 0}], lambda: None)
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
             if _is_cpu():
