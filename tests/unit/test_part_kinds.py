@@ -15,7 +15,7 @@ import pytest
 
 import tidewheel
 import tidewheel as tw
-from tidewheel import environments, parts, rewards, stores
+from tidewheel import engines, environments, parts, rewards, stores
 from tidewheel.config import build
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.filter import FILTERS
@@ -30,7 +30,7 @@ from tidewheel.train.config import TrainConfig
 PACKAGE = Path(tidewheel.__file__).parent
 KINDS: list[Kind[Any]] = [FILTERS, READERS, optimizers.KIND, schedules.KIND, families.KIND, objectives.KIND,
                           callbacks.KIND, trackers.KIND, rewards.KIND, stores.SCHEMES, adapters.KIND,
-                          environments.KIND]
+                          environments.KIND, engines.KIND]
 COMMON_WORDS = {"constant", "linear", "regex", "urls", "language", "words", "classifier", "code", "csv", "json",
                 "jsonl", "text", "tsv", "arrow", "parquet", "warc", "file"}
 """Built-in names that also mean something else. `test_layout.py` has narrower rules for filters and readers."""
@@ -169,6 +169,10 @@ class MyAdapter(tw.Adapter):
 
 class MyEnvironment(tw.Environment):
     size: int = 1
+
+
+class MyEngine(tw.Engine):
+    size: int = 1
 '''
 NAME = "tw_test_ten_kinds"
 
@@ -291,3 +295,9 @@ def test_environments_are_chosen_by_name(installed: str):
     named = environments.KIND.build("installed", {"size": 2})
     assert named == environments.KIND.build(f"{installed}:MyEnvironment", {"size": 2})
     assert environments.KIND.build("guess_number", {"highest": 3}) == tw.environments.GuessNumber(highest=3)
+
+
+def test_engines_are_chosen_by_name(installed: str):
+    named = engines.KIND.build("installed", {"size": 2})
+    assert named == engines.KIND.build(f"{installed}:MyEngine", {"size": 2})
+    assert engines.KIND.build("vllm", {"cache_gib": 3}) == tw.engines.Vllm(cache_gib=3)

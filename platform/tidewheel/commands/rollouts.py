@@ -46,6 +46,8 @@ def show(
     print(f"step {entry.step}: {len(entry.admitted)} groups, sampled by the {policies}")
     for reason, number in entry.reasons().most_common():
         print(f"  dropped: {number} {printable(reason)}")
+    if entry.again:
+        print(f"  sampled anew after a loss: {len(entry.again)}")
     for group in chosen[:groups]:
         print(f"\n{printable(group.prompt_id)}: mean reward {group.reward:.3f}")
         print("  " + printable_lines(group.prompt).replace("\n", "\n  "))

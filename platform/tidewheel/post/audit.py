@@ -20,6 +20,7 @@ from tidewheel.post.episodes import replies
 from tidewheel.post.ledger import StepEntry
 from tidewheel.post.passes import untrained
 from tidewheel.post.prompts import Prompts, prompts_of
+from tidewheel.post.stored import hashes_of
 from tidewheel.shards import growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.rollouts import NO_VERSION, RolloutShard, read_shard
@@ -50,6 +51,12 @@ class RolloutAudit:
     """Largest number of versions that a group's policy was behind the one that the first step of its wave trains."""
     passes: int = 1
     """Times that a group is trained on."""
+    stored: int = 0
+    """Groups whose rollouts have the hash in the ledger, of an engine that cannot repeat them."""
+    again: int = 0
+    """Of these, the groups that were begun before and lost, and are other rollouts."""
+    repeats: bool = True
+    """Whether the engine can repeat rollouts: see `Engine.REPEATS`."""
     mismatches: tuple[str, ...] = field(default=())
 
     @property
@@ -69,10 +76,19 @@ class RolloutAudit:
         if self.passes > 1:
             head += f"; a wave is trained on in {self.passes} passes, which have each of its groups once"
         if self.ok:
-            return f"{head}\nevery prompt was admitted or dropped by name once, and every group is whole"
+            return (f"{head}\nevery prompt was admitted or dropped by name once, and every group is whole\n"
+                    f"{self._contract()}")
         listed = [f"- {line}" for line in self.mismatches[:SHOWN]]
         more = len(self.mismatches) - SHOWN
         return "\n".join([head, f"{len(self.mismatches)} mismatches:", *listed, *([f"- and {more} more"] * (more > 0))])
+
+
+    def _contract(self) -> str:
+        """Return what holds for lost rollouts."""
+        if self.repeats:
+            return "a rollout follows from its key and the weights: a lost one is made again with the same bits"
+        return (f"the engine cannot repeat rollouts, so they were stored: all {self.stored} groups have the hash in "
+                f"the ledger; {self.again} were lost before they were stored, and sampled anew")
 
 
 def audit_rollouts(run_uri: str) -> RolloutAudit | None:
@@ -99,8 +115,9 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
     mismatches = [] if prompts.hash == manifest.recipe_hash else ["the prompts have changed since the run began"]
     first, admitted, dropped = 0, 0, Counter[str]()
     judges: dict[tuple[str, str], int] = {}  # keys of reward and environment, and the first step that has them
+    engines: dict[str, int] = {}  # keys of engines, and the first step that has them
     before: tuple[int, ...] = ()
-    most_lag = 0
+    most_lag = stored = again = 0
     for wave, info in enumerate(manifest.shards, start=1):
         step = rollouts.first_step(wave)
         entry = ledger.read(folder, step, info.name)
@@ -109,16 +126,37 @@ def audit_rollouts(run_uri: str) -> RolloutAudit | None:
         shard = read_shard(folder, info, manifest)
         mismatches += [f"step {step}: {line}" for line in _groups(entry, shard, prompts, rollouts, manifest)]
         mismatches += [f"step {step}: {line}" for line in replies(entry, shard, prompts, rollouts, encoder)]
+        if not rollouts.engine.REPEATS:
+            mismatches += [f"step {step}: {line}" for line in _hashes(entry, shard, rollouts)]
+            stored, again = stored + len(entry.rollouts), again + len(entry.again)
+        engines.setdefault(entry.engine or rollouts.engine.key(), step)
         judges.setdefault((entry.reward, entry.environment), step)
         first, admitted = entry.next, admitted + len(entry.admitted)
         dropped += entry.reasons()
     mismatches += [f"step {step}: another reward or environment has judged than before" for step in
                    sorted(judges.values())[1:]]
     mismatches += untrained(run, rollouts, config.wave_groups)
+    mismatches += [f"step {step}: another engine has sampled than before" for step in sorted(engines.values())[1:]]
     if before and run.exists("result.json"):
         mismatches.append(f"the run is over, but the groups at positions {list(before)} are in no step")
     return RolloutAudit(len(manifest.shards) * rollouts.wave_steps, admitted, dropped, first / len(prompts.prompts),
-                        len(before), most_lag, rollouts.epochs, tuple(mismatches))
+                        len(before), most_lag, rollouts.epochs, stored, again, rollouts.engine.REPEATS,
+                        tuple(mismatches))
+
+
+def _hashes(entry: StepEntry, shard: RolloutShard, rollouts: RolloutsConfig) -> Iterator[str]:
+    """Yield which rollouts of a step are others than those that were stored when their engine had made them."""
+    size = rollouts.group
+    if len(entry.rollouts) != len(entry.admitted):
+        yield f"the ledger has the hashes of {len(entry.rollouts)} groups, {len(entry.admitted)} were admitted"
+        return
+    if not set(entry.again) <= set(entry.admitted):
+        yield "a group that was sampled anew was not admitted"
+    if shard.batch.num_rows != size * len(entry.admitted):
+        return  # `_groups` says so
+    for position, stated, found in zip(entry.admitted, entry.rollouts, hashes_of(shard, entry.versions, size)):
+        if stated != found:
+            yield f"the rollouts of the group at position {position} have another hash than the ledger says"
 
 
 def _entry(entry: StepEntry, first: int, before: tuple[int, ...], shard: str, rollouts: RolloutsConfig

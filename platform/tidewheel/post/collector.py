@@ -28,6 +28,7 @@ from tidewheel.post.ledger import EQUAL, Dropped, Policy, StepEntry
 from tidewheel.post.policy import Version, wait_for
 from tidewheel.post.pool import Pool
 from tidewheel.post.prompts import Prompts
+from tidewheel.post.stored import Stored, hash_of
 from tidewheel.post.waiting import patiently
 from tidewheel.shards import growing
 from tidewheel.shards.format import rollout_schema, write_shard
@@ -105,7 +106,8 @@ class Collector:
         self._before: dict[int, tuple[Group, Policy]] = {}  # done when a driver before this one ended
         self._run, self._folder = storage.store(config.run_uri), storage.store(config.data.uri)
         self._stages = config.parallel.pipeline
-        self._kept = Kept(self._folder, config)
+        self._repeats = self._rollouts.engine.REPEATS
+        self._kept = Kept(self._folder, config) if self._repeats else Stored(self._folder, config)
         self._poll = REMOTE_POLL_SECONDS if storage.is_remote(config.run_uri) else LOCAL_POLL_SECONDS
 
     def collect(self) -> None:
@@ -155,6 +157,7 @@ class Collector:
         while True:
             admitted = [position for position in sorted(results) if self._reason(results[position]) == ""]
             unknown = behind - first - len(results)
+            jobs = []
             while len(admitted) + unknown < needed:
                 self._check(step, results)
                 before = self._before.pop(behind, None)
@@ -162,9 +165,10 @@ class Collector:
                     results[behind] = before[0]
                     admitted += [behind] * (self._reason(before[0]) == "")
                 else:
-                    self._pool.submit(Job(behind, self._prompts.at(behind), version))
+                    jobs.append(Job(behind, self._prompts.at(behind), version))
                     unknown += 1
                 behind += 1
+            self._give(jobs)
             if not unknown:
                 break
             group = None
@@ -184,6 +188,11 @@ class Collector:
         self._kept.keep_only(set())
         return entry, list(results.values())
 
+    def _give(self, jobs: list[Job]) -> None:
+        """Give jobs to the pool."""
+        for job in self._patiently(lambda: self._kept.begin(jobs)):
+            self._pool.submit(job)
+
     def _write(self, groups: list[Group], entry: StepEntry) -> StepEntry:
         """Write a step's shard, entry and wave; return the entry with the name of the shard.
 
@@ -192,11 +201,16 @@ class Collector:
         return self._patiently(lambda: self._write_once(groups, entry))
 
     def _write_once(self, groups: list[Group], entry: StepEntry) -> StepEntry:
+        self._kept.flush()
         [info] = [write_shard(self._folder, table_of(groups, self._rollouts, self._prompts,
                                                      self._known.manifest.token_dtype))]
         reward, environment = self._rollouts.judge_keys()
         entry = replace(entry, shard=info.name, reward=reward, environment=environment, epochs=self._rollouts.epochs,
-                        minibatches=self._rollouts.minibatches)
+                        minibatches=self._rollouts.minibatches,
+                        engine=self._rollouts.engine.key())
+        if not self._repeats:
+            entry = replace(entry, rollouts=tuple(hash_of(group) for group in groups),
+                            again=tuple(group.position for group in groups if group.again))
         ledger.write(self._folder, entry)
         self._known = growing.publish(self._folder, self._known, [info], alone=False)
         return entry

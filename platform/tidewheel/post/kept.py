@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tidewheel.errors import StorageAwayError
 from tidewheel.inference.group import Answer
 from tidewheel.post.fetching import Fetched
-from tidewheel.post.groups import Group
+from tidewheel.post.groups import Group, Job
 from tidewheel.post.ledger import Policy
 from tidewheel.storage import Store, content_hash
 from tidewheel.train.config import TrainConfig
@@ -35,6 +36,9 @@ class Kept:
         config: the run's settings.
     """
 
+    FOLDER = FOLDER
+    ENDING = ".json"
+
     def __init__(self, folder: Store, config: TrainConfig) -> None:
         self._folder = folder
         self._recipe = [config.recipe_hash(), *(code.hash for code in config.own_parts().values())]
@@ -45,7 +49,7 @@ class Kept:
     def load(self) -> dict[int, tuple[Group, Policy]]:
         """Return the groups that a driver before this one has kept, by position, with the policy that sampled each."""
         groups: dict[int, tuple[Group, Policy]] = {}
-        for entry in self._folder.list(FOLDER):
+        for entry in self._folder.list(self.FOLDER):
             try:
                 read = self._read(entry.key)
             except (ValueError, TypeError, KeyError) as error:
@@ -59,10 +63,24 @@ class Kept:
     def _read(self, key: str) -> list[tuple[Group, Policy]]:
         """Return the groups of a file, none if it is of another recipe."""
         data = self._folder.read(key)
-        if key_of(data) != key:
+        if self.key_of(data) != key:
             raise ValueError("its hash differs")
+        return self._parse(data)
+
+    def _parse(self, data: bytes) -> list[tuple[Group, Policy]]:
         content = json.loads(data)
         return [_parsed(values) for values in content["groups"] if content["recipe"] == self._recipe]
+
+    def begin(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs that are about to be given out, and whether each was given out and lost before.
+
+        Args:
+            jobs: not given out yet.
+        """
+        return list(jobs)
+
+    def flush(self) -> None:
+        """Write what must be in storage before a step may have it."""
 
     def add(self, group: Group, policy: Policy) -> None:
         """Keep a group that is done, with the policy that sampled it; write those so far if it is time."""
@@ -76,17 +94,22 @@ class Kept:
         groups = [_values(group, policy) for group, policy in self._new.values()]
         data = json.dumps({"recipe": self._recipe, "groups": groups}).encode()
         try:
-            self._folder.write(key_of(data), data)
+            self._folder.write(self.key_of(data), data)
         except StorageAwayError as error:
             logger.warning("groups that are done are not kept yet: %s", error)
             self._since = time.monotonic()
             return
-        self._files[key_of(data)] = set(self._new)
+        self._files[self.key_of(data)] = set(self._new)
         self._new = {}
         self._since = time.monotonic()
 
-    def keep_only(self, positions: set[int]) -> None:
-        """Forget all groups but those at these positions, and remove the files that have none of them."""
+    def keep_only(self, positions: set[int], given: set[int] | None = None) -> None:
+        """Forget all groups but those at these positions, and remove the files that have none of them.
+
+        Args:
+            positions: of groups that are done and in no step.
+            given: positions that are given out.
+        """
         self._new = {position: kept for position, kept in self._new.items() if position in positions}
         for key in [key for key, inside in self._files.items() if not inside & positions]:
             try:
@@ -96,10 +119,9 @@ class Kept:
                 return
             del self._files[key]
 
-
-def key_of(data: bytes) -> str:
-    """Return the key of a file with this content."""
-    return f"{FOLDER}/{content_hash(data).removeprefix('blake3-')[:32]}.json"
+    def key_of(self, data: bytes) -> str:
+        """Return the key of a file with this content."""
+        return f"{self.FOLDER}/{content_hash(data).removeprefix('blake3-')[:32]}{self.ENDING}"
 
 
 def _parsed(values: dict[str, Any]) -> tuple[Group, Policy]:

@@ -79,6 +79,13 @@ class StepEntry:
     """Passes over the wave; `batches.jsonl` has the groups of each step."""
     minibatches: int = 1
     """Steps of a pass."""
+    engine: str = ""
+    """Key of the engine that sampled."""
+    rollouts: tuple[str, ...] = ()
+    """Hash of each admitted group's rollouts, see `stored.group_hash`, if the engine cannot repeat them."""
+    again: tuple[int, ...] = ()
+    """Positions of admitted groups that were begun before and lost, if the engine cannot repeat them: these are other
+    rollouts."""
 
     @property
     def versions(self) -> list[int]:
@@ -142,7 +149,15 @@ def read(folder: Store, step: int, shard: str) -> StepEntry:
                      fields.text("weights"), fields.text("shard"), tuple(fields.numbers("admitted")), dropped,
                      reward=str(values.get("reward", "")), environment=str(values.get("environment", "")),
                      epochs=int(values.get("epochs", 1)), minibatches=int(values.get("minibatches", 1)),
-                     **_recorded(fields))
+                     engine=str(values.get("engine", "")), **_stored(fields), **_recorded(fields))
+
+
+def _stored(fields: Fields) -> dict[str, Any]:
+    """Return the fields of a step that only engines have that cannot repeat rollouts."""
+    rollouts = fields.values.get("rollouts", [])
+    if not isinstance(rollouts, list) or any(not isinstance(value, str) for value in rollouts):
+        fields.wrong("rollouts", "a list of hashes")
+    return {"rollouts": tuple(rollouts), "again": tuple(fields.numbers("again")) if fields.values.get("again") else ()}
 
 
 def _recorded(fields: Fields) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "prompts": f"{len(prompts.prompts):,} of {rollouts.prompts}, {epochs:.2f} epochs if no group is dropped",
         "answers": f"{rollouts.group} a prompt, of at most {rollouts.answer_tokens:,} tokens, judged by "
                    f"{' and '.join(name_of(type(part)) for part in rollouts.judging())}",
+        "engine": f"{name_of(type(rollouts.engine))}: {_contract(rollouts.engine.REPEATS)}",
         "objective": f"{name_of(type(config.objective))}, advantage {rollouts.advantage}",
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
@@ -50,3 +51,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "recipe": config.recipe_hash(),
     }
     return [{"what": name, "value": value} for name, value in values.items()]
+
+
+def _contract(repeats: bool) -> str:
+    return ("lost rollouts are made again with the same bits" if repeats else
+            "rollouts are stored by hash before a step may have them; a lost one is sampled anew")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import safetensors
 import safetensors.torch
 import torch
 
+from tidewheel.engines.serving.base import Weights
 from tidewheel.errors import CheckpointError, StorageAwayError, StorageError
-from tidewheel.models.decoder import Decoder
+from tidewheel.models.decoder import VALUE_HEAD, Decoder
 from tidewheel.models.family import Model
+from tidewheel.models.huggingface import weight_shapes
 from tidewheel.shards.manifest import Fields
 from tidewheel.storage import Stamp, Store, content_hash
 from tidewheel.train.policy.publishing import FOLDER, FORMAT, head_key
@@ -140,17 +142,54 @@ def put(files: Sequence[bytes], version: Version, model: Decoder, where: str) ->
     Raises:
         CheckpointError: the weights are of another model.
     """
+    own = {name: value.shape for name, value in model.state_dict().items()}
+    model.load_state_dict(tensors_of(files, version, own, where))
+
+
+def tensors_of(files: Sequence[bytes], version: Version, shapes: Mapping[str, torch.Size], where: str
+               ) -> dict[str, torch.Tensor]:
+    """Return a version's weights by name.
+
+    Args:
+        files: content of the version's files, whose hashes were checked.
+        version: the version.
+        shapes: of the run's model.
+        where: URI of the run, for error messages.
+
+    Raises:
+        CheckpointError: the weights are of another model.
+    """
     values: dict[str, torch.Tensor] = {}
     for file, data in zip(version.files, files):
         try:
             values |= safetensors.torch.load(data)
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"no weights: {error}", where=f"{where}/{file.whole.key}", fix=REMAKE) from None
-    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    if own != {name: tuple(value.shape) for name, value in values.items()}:
+    if shapes != {name: value.shape for name, value in values.items()}:
         raise CheckpointError("the weights are of another model than the run's",
                               where=f"{where}/{version.files[0].whole.key}", fix="start a new run with another run.id")
-    model.load_state_dict(values)
+    return values
+
+
+def whole_weights(files: Sequence[bytes], version: Version, config: Model, vocabulary_size: int, where: str, *,
+                  values: bool = False) -> Weights:
+    """Return a version's weights for an engine, without a value head.
+
+    Args:
+        files: see `put`.
+        version: see `put`.
+        config: the run's model.
+        vocabulary_size: rows of the embedding.
+        where: see `put`.
+        values: whether the version has a value head.
+
+    Raises:
+        CheckpointError: the weights are of another model.
+    """
+    shapes = weight_shapes(config, vocabulary_size)
+    head = {VALUE_HEAD: torch.Size((1, config.dim))} if values else {}
+    tensors = tensors_of(files, version, {**shapes, **head}, where)
+    return Weights(version.digest, {name: tensor for name, tensor in tensors.items() if name in shapes})
 
 
 def empty(config: Model, vocabulary_size: int, device: torch.device | str = "cpu", *, values: bool = False) -> Decoder:

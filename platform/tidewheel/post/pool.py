@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tidewheel.errors import RolloutError
 from tidewheel.placement import with_labels
-from tidewheel.post.groups import Group, Job
+from tidewheel.post.groups import Group, Job, lost
 from tidewheel.post.health import ASKED_IN_STALL, Lease, Pace
 from tidewheel.train.policy.config import GeneratorsConfig
 
@@ -33,8 +34,6 @@ NO_NODE_SECONDS = 60.0
 """Time that actors may wait for a node before it is said."""
 HEALTH = "health"
 """Group of calls that an actor answers while it makes a group."""
-LOST = "lost"
-"""Reason of a group that has ended too many processes."""
 
 
 class Pool(Protocol):
@@ -55,17 +54,6 @@ class Pool(Protocol):
     def close(self) -> None:
         """End the processes."""
         ...
-
-
-def lost(job: Job, tries: int) -> Group:
-    """Return the group of a job that is given up.
-
-    Args:
-        job: the job.
-        tries: how often it was begun.
-    """
-    return Group(job.position, job.prompt.id, job.version.number, failure=LOST,
-                 detail=f"{tries} processes ended with it")
 
 
 _arguments: tuple[Any, ...] = ()
@@ -156,7 +144,7 @@ class LocalPool:
             elif tries >= self._settings.most_tries:
                 self._given_up.append(lost(job, tries))
             else:
-                self._submit(job, tries + 1)
+                self._submit(replace(job, again=True), tries + 1)
 
     def close(self) -> None:
         """See `Pool`."""
@@ -323,7 +311,7 @@ class RayPool:
         if tries >= self._settings.most_tries:
             self._given_up.append(lost(job, tries))
         else:
-            self._waiting.appendleft((job, tries + 1))
+            self._waiting.appendleft((replace(job, again=True), tries + 1))
 
     def _check_health(self) -> None:
         """End actors that make no progress, or whose lease is over: they hang, or their node is gone without a sign."""

@@ -58,7 +58,7 @@ class RecordedCollector(Collector):
             for position in positions:
                 del self._ready[position]
             self._first, self._dropped = self._next, {}
-            self._kept.keep_only(set(self._ready))
+            self._kept.keep_only(set(self._ready), {*self._out, *self._waiting})
             self._on_step(entry, sampled, time.monotonic() - began)
 
     def _take_over(self) -> None:
@@ -106,13 +106,15 @@ class RecordedCollector(Collector):
         if version is None:
             return
         room = (self._deadline(version.number) - self._rollouts.wave_of(step) + 1) * self._needed
+        jobs = []
         while len(self._ready) + len(self._out) < room:
             if self._waiting:
                 position = self._waiting.popleft()
             else:
                 position, self._next = self._next, self._next + 1
-            self._pool.submit(Job(position, self._prompts.at(position), version))
+            jobs.append(Job(position, self._prompts.at(position), version))
             self._out[position] = version
+        self._give(jobs)
 
     def _look(self, step: int) -> Version | None:
         """Return the newest version of the policy that may sample for a step, None if there is none."""

@@ -138,7 +138,10 @@ def figures(entry: StepEntry, groups: list[Group], seconds: float) -> dict[str, 
     answers = [answer for group in groups for answer in group.answers]
     tokens = sum(group.tokens for group in groups)
     fetched = sum((group.fetched for group in groups), Fetched())
+    engines = sorted({group.engine for group in groups} - {""})
+    of_engine = {"engine": ", ".join(engines), "engine_losses": sum(group.engine_losses for group in groups)}
     return {
+        **(of_engine if engines else {}),
         "step": entry.step, "version": entry.version, "lag": sum(entry.lags) / max(1, len(entry.lags)),
         "groups": len(groups), "admitted": len(entry.admitted),
         "dropped": dict(entry.reasons()), "reward": sum(rewards) / max(1, len(rewards)),

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
+from tidewheel.engines.serving.base import Decoding
 from tidewheel.models import adapters, families
 from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
@@ -436,7 +437,16 @@ class TrainConfig(Config):
         if isinstance(self.objective, PolicyObjective) and self.objective.temperature != rollouts.temperature:
             return (f"objective.temperature {self.objective.temperature:g} is not that of the rollouts, "
                     f"{rollouts.temperature:g}; set both to one value")
+        if problem := rollouts.engine.problem(self.model, self.decoding(), rollouts.generators.gpus):
+            return f"rollouts.engine.kind {name_of(type(rollouts.engine))}: {problem}"
         return ""
+
+    def decoding(self) -> Decoding:
+        """Return how rollouts are sampled, for an engine; the tokens that end an answer are not known yet."""
+        rollouts = self.rollouts
+        assert rollouts is not None
+        precision = "bf16" if self.precision == "fp8" else self.precision
+        return Decoding(rollouts.temperature, rollouts.top_k, rollouts.top_p, frozenset(), precision)
 
     @property
     def wave_groups(self) -> int:
@@ -454,7 +464,8 @@ class TrainConfig(Config):
         """Return where the source of each part outside this package is, by the field that holds the part."""
         parts = {name: getattr(self, name) for name in type(self).model_fields}
         if self.rollouts is not None:
-            parts |= {"rollouts.reward": self.rollouts.reward, "rollouts.environment": self.rollouts.environment}
+            parts |= {"rollouts.reward": self.rollouts.reward, "rollouts.environment": self.rollouts.environment,
+                      "rollouts.engine": self.rollouts.engine}
         codes = {name: Code.of(type(part)) for name, part in parts.items() if isinstance(part, Part)}
         return {name: code for name, code in codes.items() if code is not None}
 
@@ -466,7 +477,7 @@ class TrainConfig(Config):
     def versions(self) -> dict[str, int]:
         """Return {name: version} of the parts that decide the result and of what they use."""
         parts = [getattr(self, name) for name in type(self).model_fields]
-        parts += [] if self.rollouts is None else self.rollouts.judging()
+        parts += [] if self.rollouts is None else [*self.rollouts.judging(), self.rollouts.engine]
         declared = [part.VERSION for part in parts if isinstance(part, Part) and part.VERSION is not None]
         return dict(sorted(item for version in declared for item in version.numbers().items()))
 
@@ -489,6 +500,8 @@ class TrainConfig(Config):
             values.get("rollouts", {}).pop(name, None)
         if self.run.branch:
             values["branch"] = self.run.branch
+        for name in self.rollouts.engine.UNDECISIVE if self.rollouts is not None else ():
+            values["rollouts"].get("engine", {}).pop(name, None)
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.decisive()

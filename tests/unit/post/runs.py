@@ -52,7 +52,7 @@ class InlinePool:
         return self._generator.make(self._jobs.pop())
 
     def close(self) -> None:
-        pass
+        self._generator.close()
 
 
 class ScriptedPool:

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from tidewheel.post.groups import Group, Job
+from tidewheel.post.groups import LOST, Group, Job
 from tidewheel.post.policy import Version
-from tidewheel.post.pool import LOST, LocalPool
+from tidewheel.post.pool import LocalPool
 from tidewheel.post.prompts import Prompt
 from tidewheel.train.policy.config import GeneratorsConfig
 

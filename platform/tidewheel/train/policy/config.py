@@ -9,6 +9,8 @@ from pydantic import Field
 
 from tidewheel import environments, rewards, storage
 from tidewheel.config import Config
+from tidewheel.engines import DEFAULT as ENGINE
+from tidewheel.engines import ChosenEngine
 from tidewheel.environments.episode.base import Environment
 from tidewheel.parts import Chosen
 from tidewheel.placement import PlacementConfig
@@ -76,6 +78,9 @@ class RolloutsConfig(Config):
     reward: ChosenReward | None = None
     """Judges answers: settings of the reward whose name is in `kind`. With an environment it judges the last turn, is
     added to the environment's rewards, and may be left out."""
+    engine: ChosenEngine = ENGINE
+    """What samples: settings of the engine whose name is in `kind`. native: the model as training computes it. vllm:
+    vLLM, in an environment of its own."""
     environment: ChosenEnvironment | None = None
     """The other side of answers of several turns: settings of the environment whose name is in `kind`."""
     reward_seconds: int = Field(default=10, ge=1)
