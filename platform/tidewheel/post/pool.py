@@ -258,7 +258,7 @@ class RayPool:
         if self._idle and (slow := self._pace.slow(self._leases.values(), time.monotonic())) is not None:
             self._on_event("group_begun_again", position=slow.job.position, prompt=slow.job.prompt.id,
                            seconds=round(time.monotonic() - slow.since, 3))
-            self._give(slow.job, slow.tries)
+            self._give(replace(slow.job, again=True), slow.tries)
 
     def _give(self, job: Job, tries: int) -> None:
         actor = self._idle.pop()
