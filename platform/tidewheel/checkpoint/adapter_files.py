@@ -96,8 +96,10 @@ def import_adapter(folder: str, base: str, uri: str) -> dict[str, Any]:
     identity: dict[str, Any] = {"model": config.shape(), "adapter": as_json(adapter)}
     imported: dict[str, Any] = {"from": folder, "time": time.time()}
     if head is not None:
-        settings["objective"] = {"kind": "reward_model", "head": head.kind}
-        identity["head"], imported["head"] = "reward_model", head.kind
+        parts = {name: objectives.KIND.find(name).settings_of_head(head.kind) for name in objectives.KIND.names()}
+        kind, chosen = next((name, chosen) for name, chosen in parts.items() if chosen is not None)
+        settings["objective"] = {"kind": kind, **chosen}
+        identity["head"], imported["head"] = kind, head.kind
         values[HEAD] = head.matrix
     base_of_it = {"from": checkpoints.at(name), "hash": manifest.model_hash, "vocabulary_size": rows}
     target.check()

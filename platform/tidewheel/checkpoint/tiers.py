@@ -151,7 +151,13 @@ class TieredCheckpoints:
         self._saved.distrust(after, detail)
 
     def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
-        """Fill the tensors of `state` in place from another run's checkpoint; return which one it was."""
+        """Fill the tensors of `state` in place from another run's checkpoint; return which one it was.
+
+        Args:
+            uri: of the checkpoint, or of its run.
+            state: nested dict of tensors.
+            head: see `load_uri`.
+        """
         return self._saved.load_from(uri, state, head)
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:

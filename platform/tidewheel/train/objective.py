@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import LossConfig
@@ -155,6 +155,11 @@ class Objective(Part):
     def head_kind(self) -> str:
         """Kind of its head in transformers: "outcome", of sequences, or "process", of tokens; "": it has none there."""
         return ""
+
+    @classmethod
+    def settings_of_head(cls, kind: str) -> dict[str, Any] | None:
+        """Return the settings with which the head is of this `head_kind`; None: it never is."""
+        return None
 
     @property
     def takes_steps(self) -> bool:

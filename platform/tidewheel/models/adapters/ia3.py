@@ -34,7 +34,7 @@ class Ia3(Adapter):
     def build(self, name: str, module: nn.Module) -> nn.Module:
         from tidewheel.models.adapting.factors import Factors
 
-        return Factors(self, name, module)
+        return Factors(self, name, module, of_inputs=self.of_inputs(name))
 
     def of_inputs(self, name: str) -> bool:
         """Return whether the inputs of the module `name` are multiplied, not its outputs."""

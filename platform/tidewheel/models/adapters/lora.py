@@ -70,7 +70,8 @@ class Lora(Adapter):
     def build(self, name: str, module: nn.Module) -> nn.Module:
         from tidewheel.models.adapting.low_rank import Directed, LowRank
 
-        return (Directed if self.DIRECTED else LowRank)(self, name, module)
+        kind = Directed if self.DIRECTED else LowRank
+        return kind(self, name, module, scale=self.size(name)[1], pissa=self.start == "pissa")
 
     def size(self, name: str) -> tuple[int, float]:
         """Return the rank and the scale of the module `name`."""

@@ -11,19 +11,26 @@ from tidewheel.models.adapting.added import Added
 from tidewheel.models.adapting.shards import like, own
 
 if TYPE_CHECKING:
-    from tidewheel.models.adapters.ia3 import Ia3
+    from tidewheel.models.adapter import Adapter
 
 
 class Factors(Added):
-    """A factor for each output of a linear layer, or for each input."""
+    """A factor for each output of a linear layer, or for each input.
+
+    Args:
+        adapter: see `Added`, also for the next two.
+        name: of the module.
+        module: to adapt.
+        of_inputs: multiply the inputs.
+    """
 
     CHANGES_BIAS = True
 
-    def __init__(self, adapter: Ia3, name: str, module: nn.Module) -> None:
+    def __init__(self, adapter: Adapter, name: str, module: nn.Module, *, of_inputs: bool) -> None:
         super().__init__(adapter, name, module)
         self.l = self.get_parameter("l")  # its name in the paper
-        self.of_inputs = adapter.of_inputs(name)
-        self.CUTS = {1 if self.of_inputs else 0: {"l": 0}}  # type: ignore[misc]
+        self.of_inputs = of_inputs
+        self.CUTS = {1 if of_inputs else 0: {"l": 0}}  # type: ignore[misc]
 
     def forward(self, layer: nn.Module, base: Any, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output [..., O] of x [..., I]; see `LowRank.forward`."""

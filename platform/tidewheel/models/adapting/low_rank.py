@@ -19,7 +19,7 @@ from tidewheel.models.adapting.shards import cut_of, like, own
 from tidewheel.models.blocks.embedding import Embedding
 
 if TYPE_CHECKING:
-    from tidewheel.models.adapters.lora import Lora
+    from tidewheel.models.adapter import Adapter
 
 Product = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
 """From x [..., N], a matrix [M, N] and the name of the parameter to [..., M]."""
@@ -34,6 +34,13 @@ class LowRank(Added):
 
     With the start pissa, B A begins with the largest singular values of the layer's matrix, and B0 A0, with which it
     began, is subtracted. Each of E experts has its own A and B: the parameters have E before their own dimensions.
+
+    Args:
+        adapter: see `Added`, also for the next two.
+        name: of the module.
+        module: to adapt.
+        scale: factor of the update.
+        pissa: whether the start is pissa.
     """
 
     a: nn.Parameter
@@ -42,10 +49,9 @@ class LowRank(Added):
     b0: nn.Parameter
     CUTS: ClassVar[Cuts] = {0: {"b": 0, "b0": 0, "m": 0}, 1: {"a": 1, "a0": 1}}
 
-    def __init__(self, adapter: Lora, name: str, module: nn.Module) -> None:
+    def __init__(self, adapter: Adapter, name: str, module: nn.Module, *, scale: float, pissa: bool) -> None:
         super().__init__(adapter, name, module)
-        _, self.scale = adapter.size(name)
-        self.pissa = adapter.start == "pissa"
+        self.scale, self.pissa = scale, pissa
         self.of_embedding = isinstance(module, Embedding)
         if self.of_embedding:
             self.CUTS = {0: {"a": 1, "a0": 1}}  # type: ignore[misc]
@@ -115,7 +121,7 @@ class LowRank(Added):
 
 
 class Directed(LowRank):
-    """DoRA: rows of W + scale B A, each scaled to the length m."""
+    """DoRA: rows of W + scale B A, each scaled to the length m. See `LowRank`."""
 
     m: nn.Parameter
     CAN_UNMERGE = False  # the lengths of the rows of W are lost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -49,6 +49,10 @@ class RewardModel(PairObjective):
     @property
     def head_kind(self) -> str:
         return self.head
+
+    @classmethod
+    def settings_of_head(cls, kind: str) -> dict[str, Any] | None:
+        return {"head": kind}
 
     @property
     def takes_steps(self) -> bool:
