@@ -41,6 +41,9 @@ ALLOWED = {
     ("model family", "shards/tokenizer/tiktoken_ranks.py", "gpt2"): "the tokenizer of that name",
     ("reward", "inference/tasks/metrics.py", "exact_match"): "lm-evaluation-harness's metric of that name",
     ("filter", "filters.py", ""): "the facade for editors, which a test compares with the folder",
+    **{(noun, f"imports/{tool}.py", ""): "the tables from other tools' names to ours, which a test compares with ours"
+       for noun in ("optimizer", "schedule", "model family", "tracker", "objective")
+       for tool in ("optimizer_names", "deepspeed", "transformers", "accelerate", "torchtitan", "megatron")},
 }
 
 

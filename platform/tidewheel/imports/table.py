@@ -169,7 +169,7 @@ class Table:
         """Yield (keys, our settings or what they are, how or why) of every entry, in order."""
         for entry in self.entries:
             if isinstance(entry, Mapped):
-                yield keys_of(entry), ", ".join(f"`{name}`" for name in entry.to.split()), entry.how()
+                yield keys_of(entry), ", ".join(f"<code>{name}</code>" for name in entry.to.split()), entry.how()
             else:
                 what = "no meaning here" if isinstance(entry, Meaningless) else "not available"
                 yield keys_of(entry), what, entry.reason
