@@ -38,7 +38,7 @@ LEVELS = [
     ("checkpoint", "cluster"),
     ("inference",), ("post",),
     ("report",),
-    ("elastic", "plan", "kubernetes"),
+    ("elastic", "plan", "kubernetes", "imports", "launch"),
     ("workflow", "demo", "filters"),
     ("commands",),
     ("cli",), ("__main__",),

@@ -37,7 +37,7 @@ def import_config(
     """Turn a configuration of DeepSpeed, transformers, Accelerate, torchtitan or Megatron-LM into ours.
 
     Show what became of every key: mapped, without meaning here (and why), or not available. A key that the tool does
-    not have is an error. The YAML names the key of each value. docs/coming_from.md lists all keys.
+    not have is an error. The YAML names the key of each value. docs/coming_from_keys.md lists all keys.
     """
     from tidewheel.errors import ConfigError
     from tidewheel.imports import TABLES

@@ -33,7 +33,16 @@ def read(table: Table, file: str) -> dict[str, Any]:
 
 
 def parse(table: Table, text: str, where: str) -> dict[str, Any]:
-    """Return the value of each dotted key of a file's text; see `read`."""
+    """Return the value of each dotted key of a file's text.
+
+    Args:
+        table: of the tool.
+        text: content of the file.
+        where: its name, whose ending chooses among the tool's formats.
+
+    Raises:
+        ConfigError: the text is not in the tool's format, or the tool has no such key.
+    """
     parsers: dict[str, Callable[[str], Any]] = {
         "json": _json, "yaml": yaml_text.load, "toml": tomllib.loads, "arguments": arguments}
     by_suffix = Path(where).suffix.lower().lstrip(".").replace("yml", "yaml")
@@ -83,6 +92,9 @@ def arguments(text: str) -> dict[str, Any]:
     What starts the program is skipped: everything up to the first word that ends in .py, or else up to the first
     `--name`. A name without a value is True, one with several values a
     list. A backslash at the end of a line and comments are as in a shell.
+
+    Raises:
+        ValueError: a name occurs twice, or a quote is not closed.
     """
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     program = next((index for index, word in enumerate(words) if word.endswith(".py")), -1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidewheel.errors import ConfigError
 
-OFF = (False, None, "", 0, "none", "None", "no", "NO", "False", "false", [], {})
+OFF: tuple[Any, ...] = (False, None, "", 0, "none", "None", "no", "NO", "False", "false", [], {})
 """Values with which a setting that we lack is off, and nothing is lost."""
 AUTO = "auto"
 """DeepSpeed's word for a value that the launcher fills in."""
@@ -163,13 +163,13 @@ class Table:
         near = difflib.get_close_matches(key, self.by_key, n=1, cutoff=0.5)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{self.title} has no setting {key!r}{hint}", where=key,
-                          fix="correct or remove the key; docs/coming_from.md lists all keys")
+                          fix="correct or remove the key; docs/coming_from_keys.md lists all keys")
 
     def rows(self) -> Iterator[tuple[tuple[str, ...], str, str]]:
         """Yield (keys, our settings or what they are, how or why) of every entry, in order."""
         for entry in self.entries:
             if isinstance(entry, Mapped):
-                yield keys_of(entry), ", ".join(f"`{name}`" for name in entry.to.split()), entry.how()
+                yield keys_of(entry), ", ".join(f"<code>{name}</code>" for name in entry.to.split()), entry.how()
             else:
                 what = "no meaning here" if isinstance(entry, Meaningless) else "not available"
                 yield keys_of(entry), what, entry.reason

@@ -55,7 +55,7 @@ def _joint(source: Source) -> dict[str, Any]:
     kind = _SCHEDULES.get(str(source.get("lr_scheduler_type", "linear")), "linear")
     kwargs = source.get("lr_scheduler_kwargs", {})
     kwargs = kwargs if isinstance(kwargs, dict) else {}
-    final = float(kwargs.get("min_lr_rate", kwargs.get("min_lr_ratio", 0.0)))
+    final = float(kwargs.get("min_lr_rate") or kwargs.get("min_lr_ratio") or 0.0)
     betas = [source.get("adam_beta1", 0.9), source.get("adam_beta2", 0.999)]
     precision = "fp16" if source.get("fp16", False) else "bf16" if source.get("bf16", False) else None
     words = source.get("fsdp", "")

@@ -63,8 +63,8 @@ class Wrapped(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """Return the modules of the longest list of modules."""
-        lists = [child for child in self.module.modules() if isinstance(child, nn.ModuleList)]
-        return list(max(lists, key=len)) if lists else []
+        lists = [list(child) for child in self.module.modules() if isinstance(child, nn.ModuleList)]
+        return max(lists, key=len, default=[])
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
                 targets: torch.Tensor | None = None, objective: HeadObjective | None = None,
