@@ -219,6 +219,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@pytest.mark.long
 def test_every_layout_equals_one_process_and_any_other_continues_its_checkpoint(tmp_path: Path):
     on_ranks(4, check_layouts, str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())

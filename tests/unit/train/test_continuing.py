@@ -91,6 +91,7 @@ def train_here(settings: TrainConfig) -> None:
     train(settings, Runtime(rank, size, generation=size, checkpoints=manager))
 
 
+@pytest.mark.long
 def test_two_ranks_go_back_together(folder: Path):
     train_here(config(folder, "ranks", *WSD, "steps=8"))
     on_ranks(2, train_here, config(folder, "ranks", *WSD, "steps=12"))
