@@ -7,10 +7,10 @@ place in the run, rank, tensor, element and bit follow from a seed. Places are w
 micro-batches, activations and data. `--flips` are shared out over the five places, at `--share` and again at 100 % of
 the steps.
 
-A flip in weights or optimizer state is waited for until it is found or its copies agree again: `gone`. A flip of an
-optimizer's moment that was gone before it changed any weight has done no harm. A flip in a gradient, an activation or a
-batch lasts for one step, and is found in that step or never; so the table also has cores that flip a bit in every step.
-After each finding the state goes back to the last one that was known good.
+A flip in weights or optimizer state is waited for until the next check. If all copies agree by then, and no weight
+differed meanwhile, it has done no harm: `gone`. A flip in a gradient, an activation or a batch lasts for one step, and
+is found in that step or never; it is gone if the step was checked and no bit of any gradient differed. So the table
+also has cores that flip a bit in every step. After each finding the state goes back to the last one known good.
 
 The exit code is 1 if a flip of the state that changed a weight is missed, if a finding names another rank, if a clean
 step raises an alarm, or if the checks cost more than 2 % of the processor time at `--share`.
@@ -79,7 +79,7 @@ def weights_differ(rig: Rig) -> bool:
     return int(least[0]) != ~int(least[1])
 
 
-def flips_of_a_step(rig: Rig, place: str, count: int) -> list[dict[str, Any]]:
+def flips_of_a_step(rig: Rig, place: str, count: int, share: float) -> list[dict[str, Any]]:
     """Flip bits of gradients, activations or data, each for one step; the run goes on with what is not found."""
     results = []
     rig.mark()
@@ -87,7 +87,8 @@ def flips_of_a_step(rig: Rig, place: str, count: int) -> list[dict[str, Any]]:
         random = Random(f"{place} {number}")
         wrong = random.randrange(RANKS)
         error = rig.found(place if rig.rank == wrong else "", random)
-        results.append({"place": place, "steps": 1 if error else None, "harmless": False,
+        checked = is_sampled(rig.training.config.seed, rig.step, share)  # and nothing found: no bit has changed
+        results.append({"place": place, "steps": 1 if error else None, "harmless": checked and error is None,
                         "right": error.ranks == (wrong,) if error else True})
         if error is not None or number % 20 == 19:
             rig.go_back()  # a flip that nobody found may have spoilt the weights
@@ -146,7 +147,7 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
             results[f"{each:g}"] = [
                 line for place in PLACES for line in done(f"{place}, {each:.0%}", (
                     flips_of_state(rig, place, flips // len(PLACES), each) if place in STATE
-                    else flips_of_a_step(rig, place, flips // len(PLACES))))]
+                    else flips_of_a_step(rig, place, flips // len(PLACES), each)))]
             if each == 1.0:
                 results["cost"]["tiny"] = cost(rig, PAIRS["tiny"])
             else:
