@@ -136,6 +136,11 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
     rank = dist.get_rank()
     results: dict[str, Any] = {"cost": {}}
 
+    def costs(name: str, rig: Rig) -> None:
+        results["cost"][name] = taken = cost(rig, PAIRS[name])
+        if rank == 0:
+            print(costs_text(name, taken, share), flush=True)
+
     def done(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if rank == 0:
             print(time.strftime("%H:%M:%S"), row(name, lines), flush=True)
@@ -149,7 +154,7 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
                     flips_of_state(rig, place, flips // len(PLACES), each) if place in STATE
                     else flips_of_a_step(rig, place, flips // len(PLACES), each)))]
             if each == 1.0:
-                results["cost"]["tiny"] = cost(rig, PAIRS["tiny"])
+                costs("tiny", rig)
             else:
                 results["bad"] = [line for place in PLACES if place not in STATE for line in done(
                     f"{place} in every step", bad_cores(rig, place, min(BAD_CORES, flips // len(PLACES))))]
@@ -158,7 +163,7 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
             rig.close()
         if (larger := Path(folder, "long")).exists():
             rig = Rig(settings(larger, "larger", 1.0, *LAYOUT, *LARGER), rank, RANKS)
-            results["cost"]["larger"] = cost(rig, PAIRS["larger"])
+            costs("larger", rig)
             rig.close()
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
@@ -167,6 +172,13 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
 def clean_steps_at(share: float, steps: int) -> int:
     """Return the number of clean steps: a tenth where each is checked, which are still more checks."""
     return steps // 10 if share == 1.0 else steps
+
+
+def costs_text(name: str, taken: tuple[float, float], share: float) -> str:
+    """Return what a check costs in words."""
+    without, checked = taken
+    return (f"{name} model: a step takes {1000 * without:.1f} ms of processor time on all ranks, a checked one "
+            f"{1000 * checked:.1f} ms: {share * (checked - without) / without:.2%} more at {share:.0%}")
 
 
 def row(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -216,10 +228,8 @@ def main() -> int:
         alarms = results[f"alarms {each:g}"]
         print(f"{alarms} alarms in {clean_steps_at(each, options.clean_steps):,} clean steps at {each:.0%}")
         problems += [f"{alarms} false alarms"] if alarms else []
-    for name, (without, checked) in results["cost"].items():
+    for without, checked in results["cost"].values():
         extra = options.share * (checked - without) / without
-        print(f"{name} model: a step takes {1000 * without:.1f} ms of processor time on all ranks, a checked one "
-              f"{1000 * checked:.1f} ms: {extra:.2%} more at {options.share:.0%}")
         problems += [f"the checks cost {extra:.2%}"] if extra > BOUND else []
     print(f"{time.monotonic() - began:.0f} s")
     print("\n".join(problems))
