@@ -7,10 +7,10 @@ place in the run, rank, tensor, element and bit follow from a seed. Places are w
 micro-batches, activations and data. `--flips` are shared out over the five places, at `--share` and again at 100 % of
 the steps.
 
-A flip in weights or optimizer state is waited for until it is found or its copies agree again: `gone`. A flip of an
-optimizer's moment that was gone before it changed any weight has done no harm. A flip in a gradient, an activation or a
-batch lasts for one step, and is found in that step or never; so the table also has cores that flip a bit in every step.
-After each finding the state goes back to the last one that was known good.
+A flip in weights or optimizer state is waited for until the next check. If all copies agree by then, and no weight
+differed meanwhile, it has done no harm: `gone`. A flip in a gradient, an activation or a batch lasts for one step, and
+is found in that step or never; it is gone if the step was checked and no bit of any gradient differed. So the table
+also has cores that flip a bit in every step. After each finding the state goes back to the last one known good.
 
 The exit code is 1 if a flip of the state that changed a weight is missed, if a finding names another rank, if a clean
 step raises an alarm, or if the checks cost more than 2 % of the processor time at `--share`.
@@ -79,7 +79,7 @@ def weights_differ(rig: Rig) -> bool:
     return int(least[0]) != ~int(least[1])
 
 
-def flips_of_a_step(rig: Rig, place: str, count: int) -> list[dict[str, Any]]:
+def flips_of_a_step(rig: Rig, place: str, count: int, share: float) -> list[dict[str, Any]]:
     """Flip bits of gradients, activations or data, each for one step; the run goes on with what is not found."""
     results = []
     rig.mark()
@@ -87,7 +87,8 @@ def flips_of_a_step(rig: Rig, place: str, count: int) -> list[dict[str, Any]]:
         random = Random(f"{place} {number}")
         wrong = random.randrange(RANKS)
         error = rig.found(place if rig.rank == wrong else "", random)
-        results.append({"place": place, "steps": 1 if error else None, "harmless": False,
+        checked = is_sampled(rig.training.config.seed, rig.step, share)  # and nothing found: no bit has changed
+        results.append({"place": place, "steps": 1 if error else None, "harmless": checked and error is None,
                         "right": error.ranks == (wrong,) if error else True})
         if error is not None or number % 20 == 19:
             rig.go_back()  # a flip that nobody found may have spoilt the weights
@@ -135,6 +136,11 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
     rank = dist.get_rank()
     results: dict[str, Any] = {"cost": {}}
 
+    def costs(name: str, rig: Rig) -> None:
+        results["cost"][name] = taken = cost(rig, PAIRS[name])
+        if rank == 0:
+            print(costs_text(name, taken, share), flush=True)
+
     def done(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if rank == 0:
             print(time.strftime("%H:%M:%S"), row(name, lines), flush=True)
@@ -146,9 +152,9 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
             results[f"{each:g}"] = [
                 line for place in PLACES for line in done(f"{place}, {each:.0%}", (
                     flips_of_state(rig, place, flips // len(PLACES), each) if place in STATE
-                    else flips_of_a_step(rig, place, flips // len(PLACES))))]
+                    else flips_of_a_step(rig, place, flips // len(PLACES), each)))]
             if each == 1.0:
-                results["cost"]["tiny"] = cost(rig, PAIRS["tiny"])
+                costs("tiny", rig)
             else:
                 results["bad"] = [line for place in PLACES if place not in STATE for line in done(
                     f"{place} in every step", bad_cores(rig, place, min(BAD_CORES, flips // len(PLACES))))]
@@ -157,7 +163,7 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
             rig.close()
         if (larger := Path(folder, "long")).exists():
             rig = Rig(settings(larger, "larger", 1.0, *LAYOUT, *LARGER), rank, RANKS)
-            results["cost"]["larger"] = cost(rig, PAIRS["larger"])
+            costs("larger", rig)
             rig.close()
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
@@ -166,6 +172,13 @@ def work(folder: str, flips: int, clean_steps: int, share: float) -> None:
 def clean_steps_at(share: float, steps: int) -> int:
     """Return the number of clean steps: a tenth where each is checked, which are still more checks."""
     return steps // 10 if share == 1.0 else steps
+
+
+def costs_text(name: str, taken: tuple[float, float], share: float) -> str:
+    """Return what a check costs in words."""
+    without, checked = taken
+    return (f"{name} model: a step takes {1000 * without:.1f} ms of processor time on all ranks, a checked one "
+            f"{1000 * checked:.1f} ms: {share * (checked - without) / without:.2%} more at {share:.0%}")
 
 
 def row(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -215,10 +228,8 @@ def main() -> int:
         alarms = results[f"alarms {each:g}"]
         print(f"{alarms} alarms in {clean_steps_at(each, options.clean_steps):,} clean steps at {each:.0%}")
         problems += [f"{alarms} false alarms"] if alarms else []
-    for name, (without, checked) in results["cost"].items():
+    for without, checked in results["cost"].values():
         extra = options.share * (checked - without) / without
-        print(f"{name} model: a step takes {1000 * without:.1f} ms of processor time on all ranks, a checked one "
-              f"{1000 * checked:.1f} ms: {extra:.2%} more at {options.share:.0%}")
         problems += [f"the checks cost {extra:.2%}"] if extra > BOUND else []
     print(f"{time.monotonic() - began:.0f} s")
     print("\n".join(problems))

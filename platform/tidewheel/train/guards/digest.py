@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import xxhash
 
+from tidewheel.train.reproducible.gradient_order import Tap
+
 BLOCK = 1 << 14
 """Words that share one table of factors; each block has a factor of its own besides."""
 CHUNK = 1 << 20
@@ -38,7 +40,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return multilinear(held)
     hashed = xxhash.xxh3_64()
     for flat in held:
-        hashed.update(flat.view(torch.uint8).numpy())
+        hashed.update(flat.view(torch.uint8).numpy().data)
     return torch.tensor(hashed.intdigest() - (1 << 63), dtype=torch.int64)
 
 
@@ -86,8 +88,8 @@ def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn[0].to(device), drawn[1].to(device)
 
 
-class GradientDigests:
-    """Digests of a rank's gradients, one for each micro-batch; a `gradient_order.Tap`."""
+class GradientDigests(Tap):
+    """Digests of a rank's gradients, one for each micro-batch."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[torch.Tensor]] = {}

@@ -66,6 +66,7 @@ class Replicas:
 
     def digests(self) -> torch.Tensor:
         """Return the digests of the copies of weights and optimizer state, int64 [2]; 0 for what has none."""
+        weights: list[torch.Tensor]
         if self.whole:
             weights = [parameter for data in self.model.data for _, parameter in data.part.named_parameters()
                        if parameter.requires_grad]

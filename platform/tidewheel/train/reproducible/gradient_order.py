@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import Mesh
 from tidewheel.train.reproducible.tree import Node, cover
+
+if TYPE_CHECKING:
+    import torch
 
 Member = tuple[int, int]
 """(data rank, context rank) of a process."""

@@ -11,7 +11,7 @@ from tests.benchmarks.silent_corruption import RANKS, STATE, row, table, work
 from tests.ranks import on_ranks
 from tests.unit.train.helpers import write_shards
 
-FLIPS, CLEAN_STEPS, SHARE = 25, 100, 0.1
+FLIPS, CLEAN_STEPS, SHARE = 50, 300, 0.01
 
 
 @pytest.mark.long
@@ -25,4 +25,4 @@ def test_flips_are_found_and_named(tmp_path: Path):
     for line in results["1"]:
         if line["place"] in STATE:
             assert line["steps"] == 1, "with a check in each step"
-    assert row("all", results["1"])["missed"] <= 3, "a flip of a low bit of an activation may change no gradient"
+    assert row("all", results["1"])["missed"] == 0
