@@ -53,7 +53,7 @@ class Training:
 
     def __init__(self, run: Store, stages: int, wave_steps: int) -> None:
         self._run, self._stages, self._wave_steps = run, stages, wave_steps
-        self._step = -1
+        self._trained = -1  # waves, if the newest version of the policy is known
 
     def ahead(self, step: int) -> int:
         """Return how many waves besides the next one have rollouts and are not trained.
@@ -61,10 +61,13 @@ class Training:
         Args:
             step: the first step of the newest wave.
         """
-        if self._step < 0:
+        before = (step - 1) // self._wave_steps
+        if self._trained < 0:
             version = newest(self._run, self._stages)
-            self._step = -1 if version is None else version.number
-        following = self._step + self._wave_steps
-        while following < step and published(self._run, following, self._stages) is not None:
-            self._step, following = following, following + self._wave_steps
-        return max(0, step - 1 - self._step) // self._wave_steps
+            self._trained = -1 if version is None else version.number // self._wave_steps
+        while self._trained < before and self._is_published(self._trained + 1):
+            self._trained += 1
+        return max(0, before - self._trained)
+
+    def _is_published(self, waves: int) -> bool:
+        return published(self._run, waves * self._wave_steps, self._stages) is not None

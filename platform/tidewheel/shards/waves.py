@@ -8,7 +8,6 @@ one; each pass shuffles it anew.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from tidewheel.shards.order import Order, hash64
 _WAVES = 0x57415645
 """Distinguishes the seeds of waves from those of a mixture's domains."""
 _ORDERS = 64
-"""Orders of waves that are kept: a batch reads one wave or two, and a run may have one for each step."""
+"""Orders of waves that are kept at most: a batch reads one wave or two, and a run may have one for each step."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class WaveOrder:
                  passes: Passes = ONCE, **sizes: Any) -> None:
         self._seed, self._passes, self._sizes = seed, passes, sizes
         self._rows, self._first, self._ends = Appended(), Appended([0]), Appended([0])
-        self._order = functools.lru_cache(maxsize=_ORDERS)(self._made)
+        self._orders: dict[int, Order] = {}
         self._reach = (0, False)  # positions of an epoch, and whether all waves are there
         self.grow(rows_per_shard, waves, whole=whole)
 
@@ -140,7 +139,13 @@ class WaveOrder:
         epochs, inside = np.divmod(positions, max(total, 1))
         return positions, epochs, inside, np.searchsorted(self._ends.values[1:], inside, side="right")
 
-    def _made(self, wave: int) -> Order:
-        first = self._first.values
-        rows = self._rows.values[first[wave]:first[wave + 1]] // self._passes.group
-        return Order(rows.tolist(), hash64(self._seed ^ hash64(wave ^ _WAVES)), **self._sizes)
+    def _order(self, wave: int) -> Order:
+        order = self._orders.get(wave)
+        if order is None:
+            first = self._first.values
+            rows = self._rows.values[first[wave]:first[wave + 1]] // self._passes.group
+            order = Order(rows.tolist(), hash64(self._seed ^ hash64(wave ^ _WAVES)), **self._sizes)
+            if len(self._orders) >= _ORDERS:
+                self._orders = {}  # another thread may still use the old one
+            self._orders[wave] = order
+        return order

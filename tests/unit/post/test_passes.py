@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.elastic.test_torchrun import KILLER, _torchrun
 from tests.unit.post.runs import inline, logged, rollout_run
 from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
@@ -77,6 +78,26 @@ def test_a_wave_is_trained_on_in_passes_and_a_run_stopped_amid_it_has_the_same_b
     again = replayed(config.run_uri, f"{tmp_path}/runs/again")
     trainer.fit_local(again)
     assert digest(f"{tmp_path}/runs/again").groups["model"] == whole
+
+
+@pytest.mark.long
+def test_a_replay_that_is_killed_amid_a_wave_goes_on_with_another_number_of_ranks(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two ranks train on a run's rollouts until one gets SIGKILL in the second wave; one rank goes on."""
+    trainer.fit_local(rollout_run(tmp_path, "whole", *PASSES))
+    again = replayed(f"{tmp_path}/runs/whole", f"{tmp_path}/runs/again")
+    (tmp_path / "killer.py").write_text(KILLER)
+    monkeypatch.syspath_prepend(tmp_path)  # the audit builds the run's callbacks
+    killed = _torchrun(tmp_path, again, f"callbacks=[{{kind: 'killer:KillRank', once: '{tmp_path / 'once'}'}}]")
+    assert killed.returncode == 1
+    assert (tmp_path / "once").exists(), killed.stderr
+    trainer.fit_local(again)
+    assert digest(f"{tmp_path}/runs/again").groups["model"] == digest(f"{tmp_path}/runs/whole").groups["model"]
+    sizes = {record["step"]: record["world_size"] for record in logged(tmp_path, "again", "batches.jsonl")}
+    assert (sizes[4], sizes[8]) == (2, 1)
+    proof = audit_rollouts(f"{tmp_path}/runs/again")
+    assert proof is not None
+    assert proof.ok, proof.summary()
 
 
 def test_a_recorded_run_counts_the_lag_in_waves(tmp_path: Path):

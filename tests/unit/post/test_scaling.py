@@ -40,15 +40,17 @@ def test_the_number_settles_where_generators_keep_up(tmp_path: Path, rate: float
     assert max(counts[200:]) <= expected
 
 
-def test_how_far_ahead_rollouts_are_follows_from_the_policies(tmp_path: Path):
+@pytest.mark.parametrize("wave_steps", [1, 4])
+def test_how_far_ahead_rollouts_are_follows_from_the_policies(tmp_path: Path, wave_steps: int):
     run = store(tmp_path)
-    training = Training(run, 1, 1)
+    training = Training(run, 1, wave_steps)
     assert training.ahead(1) == 1, "the first policy is not there yet"
-    for version in range(4):
+    for waves in range(4):
+        version = waves * wave_steps
         head = {"format": 1, "version": version, "file": "0" * 32 + ".safetensors", "bytes": 1}
         run.write_json(f"policies/{version:08d}.0of1.json", {**head, "hash": "blake3-" + "0" * 64})
-        assert [training.ahead(step) for step in (version + 1, version + 3)] == [0, 2]
-    assert Training(run, 1, 1).ahead(6) == 2
+        assert [training.ahead(step) for step in (version + 1, version + 2 * wave_steps + 1)] == [0, 2]
+    assert Training(run, 1, wave_steps).ahead(5 * wave_steps + 1) == 2
 
 
 def test_bounds_must_be_in_order(tmp_path: Path):

@@ -20,7 +20,7 @@ from tidewheel.shards.manifest import Manifest, read_manifest
 from tidewheel.shards.order import Order
 from tidewheel.shards.source import Source, SourceReader, open_source
 from tidewheel.shards.verify import inspect, verify
-from tidewheel.shards.waves import WaveOrder
+from tidewheel.shards.waves import Passes, WaveOrder
 
 WAVES = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size=6).filter(any)
 ROWS, SIZES = (5, 9, 1, 4, 3), (2, 1, 0, 2)
@@ -52,6 +52,30 @@ def test_what_is_there_is_read_as_if_all_were(waves: list[list[int]], seed: int,
         assert np.array_equal(ours, theirs)
     with pytest.raises(ValueError, match="waves so far end"):
         part.locate(np.array([part.total]))
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4), st.integers(1, 4),
+       st.integers(1, 5), st.integers(0, 1 << 64))
+@settings(deadline=None, max_examples=40)
+def test_each_pass_over_a_wave_has_its_groups_once_and_whole(waves: list[list[int]], count: int, group: int, seed: int):
+    rows = [groups * group for wave in waves for groups in wave]
+    order = WaveOrder(rows, [len(wave) for wave in waves], seed, passes=Passes(count, group), block_rows=3)
+    assert order.total == count * sum(rows)
+    shards, places = order.locate(np.arange(2 * order.total))
+    numbers, passes = order.passes(np.arange(2 * order.total))
+    firsts = places[::group]
+    assert np.all(firsts % group == 0)
+    assert np.array_equal(places, np.repeat(firsts, group) + np.tile(np.arange(group), len(firsts)))
+    wave_of = np.repeat(np.arange(len(waves)), [len(wave) for wave in waves])
+    assert np.array_equal(wave_of[shards], numbers)
+    every = [(shard, row) for shard, size in enumerate(rows) for row in range(size)]
+    for number in range(2 * count):
+        chosen = passes == number
+        assert sorted(zip(shards[chosen].tolist(), places[chosen].tolist())) == every
+        behind = np.flatnonzero(chosen)[-1] + 1
+        assert order.complete_rows(int(behind), number) == sum(rows)
+        assert order.complete_rows(int(behind) - 1, number) == sum(rows) - group * sum(waves[-1])
+    assert np.all(np.diff(numbers[:order.total]) >= 0), "a wave is left after its last pass"
 
 
 def test_known_values():
