@@ -124,8 +124,11 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):  # `file_digest` needs Python 3.11, vLLM does not
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _end_with_parent() -> None:
