@@ -11,6 +11,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
 _ROUNDS = 10
+PLACES = 32
+"""Tokens of an answer whose numbers are computed together."""
 
 
 def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
@@ -51,3 +53,36 @@ def uniforms(key: int, stream: int, samples: Sequence[int], position: int | Sequ
     words = philox(counters, (key & 0xFFFFFFFF, key >> 32)).astype(np.uint64)
     bits = (words[:, 0] << np.uint64(21)) ^ (words[:, 1] >> np.uint64(11))
     return (bits.astype(np.float64) + 0.5) / 2.0 ** 53
+
+
+class Numbers:
+    """The numbers of a group's tokens, computed for many places at once where all answers are at one place.
+
+    Args:
+        key: see `uniforms`.
+        stream: see `uniforms`.
+        samples: index of each sample of the group.
+        together: whether all answers are always at the same place.
+    """
+
+    def __init__(self, key: int, stream: int, samples: Sequence[int], *, together: bool) -> None:
+        self._key, self._stream, self._samples, self._together = key, stream, list(samples), together
+        self._first = 0
+        self._block = np.empty((0, len(self._samples)))  # of the places from `first` on
+
+    def of(self, answers: Sequence[int], places: Sequence[int]) -> np.ndarray:
+        """Return a number for each of some answers, fp64 [n].
+
+        Args:
+            answers: indices in the group.
+            places: of the next token of each.
+        """
+        if not self._together:
+            return uniforms(self._key, self._stream, [self._samples[answer] for answer in answers], places)
+        [place] = set(places)
+        if not self._first <= place < self._first + len(self._block):
+            self._first = place
+            block = [each for each in range(place, place + PLACES) for _ in self._samples]
+            self._block = uniforms(self._key, self._stream, self._samples * PLACES, block).reshape(PLACES, -1)
+        numbers: np.ndarray = self._block[place - self._first]
+        return numbers if len(answers) == len(self._samples) else numbers[list(answers)]
