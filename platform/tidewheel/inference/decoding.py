@@ -20,7 +20,7 @@ from torch import nn
 from tidewheel.inference.matrices import Matrix, cancelling
 from tidewheel.models.attention import document_attention, document_mask
 from tidewheel.models.attention_backends import EXACT_KEYS, EXACT_ROWS, HIDDEN, exact
-from tidewheel.models.blocks import Attention, Block, GatedFeedForward, Mlp
+from tidewheel.models.blocks import Attention, Block, GatedFeedForward, Mlp, RMSNorm, ZeroCentredRMSNorm
 from tidewheel.models.config import Rope
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loss import soft_capped
@@ -29,6 +29,8 @@ from tidewheel.train.precision import Precision
 PRODUCTS: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precisions that are decoded here, with the dtype of their products."""
 Function = Callable[[torch.Tensor], torch.Tensor]
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""(cos, cos) and (-sin, sin) of some positions, fp32 [positions, 1, E]."""
 Multiply = Callable[[Matrix, torch.Tensor], torch.Tensor]
 
 
@@ -62,7 +64,7 @@ class Weights:
     """The weights of one version of a model, ready to decode with; see `Weights.of`.
 
     Args:
-        model: a whole decoder. When its weights change, new `Weights` are needed.
+        model: a whole decoder. When its weights change, new `Weights` are needed; see `prepared`.
         precision: of the products.
     """
 
@@ -72,7 +74,10 @@ class Weights:
         self.exact = config.attention == "exact"
         self.heads, self.kv_heads, self.width = config.num_heads, config.kv_heads, config.head_width
         self.layers = [self._layer(*item) for item in model.layers()]
+        assert model.norm is not None
+        self.norm = _function(model.norm)
         self.output = Matrix([(model.weight, None)], self.dtype, exact=self.exact)
+        self._state = _state(model)
 
     @classmethod
     def of(cls, model: Decoder, precision: Precision) -> Weights | None:
@@ -89,6 +94,11 @@ class Weights:
         if not all(_is_plain(model, *item) for item in model.layers()):
             return None
         return cls(model, precision)
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the model still has the weights that these were made of."""
+        return self._state == _state(self.model)
 
     def _layer(self, index: int, block: nn.Module) -> Layer:
         assert isinstance(block, Block)
@@ -110,8 +120,53 @@ class Weights:
         return Matrix([(layer.weight, layer.bias) for layer in layers], self.dtype, exact=self.exact, fused=fused)
 
 
+def prepared(model: Decoder, precision: Precision) -> Weights | None:
+    """Return `Weights.of(model, precision)`, made anew only if the model's weights have changed since the last call.
+
+    They stay in memory, on a CPU about as large as the model, until `released`.
+
+    Args:
+        model: a whole decoder.
+        precision: of the products.
+    """
+    kept = vars(model).get(_KEPT)
+    if isinstance(kept, Weights) and kept.precision == precision and kept.is_current:
+        return kept
+    released(model)
+    weights = Weights.of(model, precision)
+    if weights is not None:
+        vars(model)[_KEPT] = weights
+    return weights
+
+
+def released(model: Decoder) -> None:
+    """Forget what `prepared` has kept for a model."""
+    vars(model).pop(_KEPT, None)
+
+
+_KEPT = "_prepared_to_decode"
+
+
+def _state(model: Decoder) -> list[tuple[int, int]]:
+    """Return what changes whenever a parameter is replaced or written to."""
+    return [(value.data_ptr(), value._version) for value in model.parameters()]
+
+
 def _function(module: nn.Module) -> Function | None:
-    return None if isinstance(module, nn.Identity) else module.forward
+    """Return what a norm computes, with the bits of its `forward`; None for no norm."""
+    if isinstance(module, nn.Identity):
+        return None
+    if type(module) not in (RMSNorm, ZeroCentredRMSNorm):
+        return module.forward
+    weight = module.weight.detach().float() if type(module) is RMSNorm else 1 + module.weight.detach().float()
+    shape, epsilon = tuple(weight.shape), module.epsilon
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return torch.rms_norm(x, shape, weight, epsilon)
+        return torch.rms_norm(x.float(), shape, weight, epsilon).to(x.dtype)
+
+    return normed
 
 
 def _is_plain(model: Decoder, index: int, block: nn.Module) -> bool:
@@ -139,9 +194,10 @@ class Rows:
 
     def __init__(self, weights: Weights, prompt: Sequence[int], rows: int, capacity: int) -> None:
         self._weights, self._count, self._capacity = weights, rows, _filled(capacity)
-        self._turns = {layer.rope: self._table(layer) for layer in weights.layers}
+        self._tables = {layer.rope: self._table(layer) for layer in weights.layers}
         self._keys: list[torch.Tensor] = []  # [n, K, E, capacity] for each layer
         self._values: list[torch.Tensor] = []  # [n, K, capacity, E]
+        self._way, self._way_for = single, (0, 0)  # how the newest tokens attend, for (rows, keys)
         self._length = len(prompt)
         self._places = slice(0, self._length)  # of the tokens that are being computed
         self.logits = self._prefilled(torch.tensor(prompt)).expand(rows, -1)
@@ -190,11 +246,14 @@ class Rows:
     def _attend(self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return what the newest token of each row sees."""
         every_key, every_value = self._keys[layer.index], self._values[layer.index]
-        every_key[..., self._length - 1] = k
-        every_value[:, :, self._length - 1] = v
+        every_key.select(3, self._length - 1).copy_(k)
+        every_value.select(2, self._length - 1).copy_(v)
         shown = _filled(self._length)
-        keys, values = every_key[..., :shown], every_value[:, :, :shown]
-        return attention_for(q, keys, self._weights.exact)(q * layer.scale, keys, values, self._length)
+        keys, values = every_key.narrow(3, 0, shown), every_value.narrow(2, 0, shown)
+        if self._way_for != (len(q), shown):
+            self._way = attention_for(q, keys, self._weights.exact)
+            self._way_for = len(q), shown
+        return self._way(q * layer.scale, keys, values, self._length)
 
     def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         embedding = self._weights.model.embedding
@@ -203,52 +262,55 @@ class Rows:
         return embedded
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        weights, norm = self._weights, self._weights.model.norm
-        assert norm is not None
-        logits = weights.output(norm.forward(x).to(weights.dtype))
-        return soft_capped(logits, weights.model.config.logit_soft_cap).float()
+        weights = self._weights
+        x = x if weights.norm is None else weights.norm(x)
+        return soft_capped(weights.output(x.to(weights.dtype)), weights.model.config.logit_soft_cap).float()
 
     def _blocks(self, x: torch.Tensor, multiply: Multiply, attend: Attend) -> torch.Tensor:
         """Return the residual stream [n, D] behind the blocks, from that before them."""
-        dtype = self._weights.dtype
+        dtype, count = self._weights.dtype, len(x)
+        turns = {rope: None if table is None else (table[0][self._places], table[1][self._places])
+                 for rope, table in self._tables.items()}
         for layer in self._weights.layers:
             inner = x if layer.before_attention is None else layer.before_attention(x)
-            seen = attend(layer, *self._heads(layer, multiply(layer.qkv, inner.to(dtype))))
-            added = multiply(layer.wo, seen.flatten(1))
+            out = multiply(layer.qkv, inner if inner.dtype == dtype else inner.to(dtype))
+            seen = attend(layer, *self._heads(layer, out, turns[layer.rope]))
+            added = multiply(layer.wo, seen.reshape(count, -1))
             x = x + (added if layer.after_attention is None else layer.after_attention(added))
             inner = x if layer.before_ffn is None else layer.before_ffn(x)
-            inner = multiply(layer.up, inner.to(dtype))
+            inner = multiply(layer.up, inner if inner.dtype == dtype else inner.to(dtype))
             if layer.is_gated:
-                gate, up = inner.chunk(2, dim=-1)
-                inner = layer.activation(gate) * up
+                width = inner.shape[1] // 2
+                inner = layer.activation(inner.narrow(1, 0, width)) * inner.narrow(1, width, width)
             else:
                 inner = layer.activation(inner)
             added = multiply(layer.down, inner)
             x = x + (added if layer.after_ffn is None else layer.after_ffn(added))
         return x
 
-    def _heads(self, layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _heads(self, layer: Layer, out: torch.Tensor,
+               turns: Turns | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries [n, H, E], keys and values [n, K, E] from the first product of a layer."""
         heads, kv_heads, width = self._weights.heads, self._weights.kv_heads, self._weights.width
-        parts = out.unflatten(-1, (-1, width))
-        both, v = parts[:, :heads + kv_heads], parts[:, heads + kv_heads:]
+        parts = out.view(len(out), -1, width)
+        both, v = parts.narrow(1, 0, heads + kv_heads), parts.narrow(1, heads + kv_heads, kv_heads)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = both[:, :heads], both[:, heads:]
+            q, k = both.narrow(1, 0, heads), both.narrow(1, heads, kv_heads)
             if layer.norms_width:
                 q, k = layer.q_norm(q.flatten(1)).view_as(q), layer.k_norm(k.flatten(1)).view_as(k)
             else:
                 q, k = layer.q_norm(q), layer.k_norm(k)
             both = torch.cat((q, k), dim=1)
-        turns = self._turns[layer.rope]
         if turns is not None:  # x cos + swapped x (-sin, sin), the sums of `rope.apply_rope`
-            cos, sin = turns[0][self._places], turns[1][self._places]
-            wide = both.float()
-            swapped = wide.unflatten(-1, (2, -1)).flip(2).flatten(2)
-            both = (wide * cos).add_(swapped.mul_(sin)).to(out.dtype)
-        return both[:, :heads], both[:, heads:], v
+            wide = both if both.dtype == torch.float32 else both.float()
+            half = width // 2
+            swapped = torch.cat((wide.narrow(2, half, half), wide.narrow(2, 0, half)), dim=2)
+            both = (wide * turns[0]).add_(swapped.mul_(turns[1]))
+            both = both if both.dtype == out.dtype else both.to(out.dtype)
+        return both.narrow(1, 0, heads), both.narrow(1, heads, kv_heads), v
 
-    def _table(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return (cos, cos) and (-sin, sin) of each position, fp32 [capacity, 1, E]; None: the layer has no RoPE."""
+    def _table(self, layer: Layer) -> Turns | None:
+        """Return the turns of all positions; None: the layer has no RoPE."""
         table = self._weights.model.rope(torch.arange(self._capacity)[None], layer.index)
         if table is None:
             return None
@@ -328,4 +390,4 @@ def doubled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int
 def padded(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int) -> torch.Tensor:
     """Attend as the modules do; see `Way`."""
     dense = (torch.arange(keys.shape[3]) < seen)[None, None, None]
-    return exact(q[:, :, None], keys.transpose(2, 3).contiguous(), values.contiguous(), dense, 1.0)[:, :, 0]
+    return exact(q[:, :, None], keys.transpose(2, 3).contiguous(), values.contiguous(), dense, 1.0).flatten(1, 2)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tidewheel.inference.conversation import Conversation, Partner
-from tidewheel.inference.decoding import Rows, Weights
+from tidewheel.inference.decoding import Rows, prepared
 from tidewheel.inference.draws import Numbers
 from tidewheel.inference.module_rows import module_rows
 from tidewheel.models.decoder import Decoder
@@ -65,13 +65,13 @@ class Answer:
         return [int(index not in self.written) for index in range(len(self.tokens))]
 
 
-@torch.no_grad()
-def sample_group(model: Decoder | Weights, prompt: Sequence[int], samples: Sequence[int], sampling: Sampling, *,
-                 key: int, stream: int, partner: Partner | None = None) -> list[Answer]:
+@torch.inference_mode()
+def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], sampling: Sampling, *, key: int,
+                 stream: int, partner: Partner | None = None) -> list[Answer]:
     """Return an answer to the prompt for each sample.
 
     Args:
-        model: a whole decoder, or its weights prepared once for many groups, with the precision of `sampling`.
+        model: a whole decoder.
         prompt: at least one token id; with the answer at most the model's `max_sequence_length`.
         samples: index of each sample in its group; they need not begin at 0.
         sampling: how to sample.
@@ -82,20 +82,18 @@ def sample_group(model: Decoder | Weights, prompt: Sequence[int], samples: Seque
     Raises:
         ValueError: the prompt is empty, or leaves no room for an answer.
     """
-    weights = model if isinstance(model, Weights) else Weights.of(model, sampling.precision)
-    decoder = model.model if isinstance(model, Weights) else model
-    room = decoder.config.max_sequence_length - len(prompt)
+    room = model.config.max_sequence_length - len(prompt)
     if not prompt or room < 1:
-        raise ValueError(f"a prompt of {len(prompt)} tokens in a context of {decoder.config.max_sequence_length}")
+        raise ValueError(f"a prompt of {len(prompt)} tokens in a context of {model.config.max_sequence_length}")
     most = min(sampling.tokens, room)
     talks = [Conversation(index, sampling.stop, most, partner) for index in range(len(samples))]
     numbers = Numbers(key, stream, samples, together=partner is None)
-    device, capacity = next(decoder.parameters()).device, len(prompt) + most
+    device, capacity = next(model.parameters()).device, len(prompt) + most
+    weights = prepared(model, sampling.precision)
     if weights is not None:
-        assert weights.precision == sampling.precision
         _Group(Rows(weights, prompt, len(samples), capacity), sampling, numbers, talks, device).sample()
     else:
-        with module_rows(decoder, prompt, len(samples), capacity, sampling.precision) as rows:
+        with module_rows(model, prompt, len(samples), capacity, sampling.precision) as rows:
             _Group(rows, sampling, numbers, talks, device).sample()
     return [Answer(talk.tokens, talk.values, talk.stopped, frozenset(talk.written), talk.begin) for talk in talks]
 
@@ -185,8 +183,9 @@ def choose(logits: torch.Tensor, numbers: np.ndarray, sampling: Sampling) -> tup
         weights = every.double().exp().cpu().numpy()
         _restrict(weights, sampling.top_k, sampling.top_p)
         sums = np.cumsum(weights, axis=-1)
-        found = (sums <= (numbers * sums[:, -1])[:, None]).sum(axis=-1)
-        tokens = torch.from_numpy(found).to(logits.device)
+        limits = numbers * sums[:, -1]
+        found = [row.searchsorted(limit, side="right") for row, limit in zip(sums, limits)]
+        tokens = torch.tensor(found, device=logits.device)
     values = every.gather(1, tokens[:, None])[:, 0]
     return tokens.tolist(), values.tolist()
 

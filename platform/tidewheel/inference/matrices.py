@@ -65,6 +65,8 @@ class Matrix:
         way = self._ways.get(rows)
         if way is None:
             way = self._ways[rows] = self._way(rows)
+        if way.transposed and way.rows == rows and self._bias is None:
+            return torch.mm(x, self._wide() if self._transposed is None else self._transposed)
         return self._product(x, way)
 
     def many(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tidewheel.parts import Code, is_own, name_of
 from tidewheel.post import policy, token_scores
 from tidewheel.post.fetching import Fetched, Fetcher
 from tidewheel.post.groups import Group, Job, Judge, make_group
+from tidewheel.post.policy import Version
 from tidewheel.post.waiting import patiently
 from tidewheel.rewards.scoring.process import RewardProcess
 from tidewheel.train.config import TrainConfig
@@ -67,18 +68,23 @@ class Generator:
 
     def _make(self, job: Job) -> Group:
         began = time.process_time()
-        fetched = Fetched()
-        if job.version.digest != self._loaded:
-            self._loaded = ""
-            files, fetched = self._fetcher.fetch(job.version)
-            policy.put(files, job.version, self._model, self._run.uri)
-            self._loaded = job.version.digest
+        fetched = self._load(job.version)
         made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
                           seed=self._rollouts.seed, environment=self._rollouts.environment,
                           special_tokens=self._rollouts.special_tokens)
         if made.answers:
             made = self._scored(made, job.prompt.tokens)
         return replace(made, seconds=time.process_time() - began, fetched=fetched)
+
+    def _load(self, version: Version) -> Fetched:
+        """Have a version of the policy; return what was read for it."""
+        if version.digest == self._loaded:
+            return Fetched()
+        self._loaded = ""
+        files, fetched = self._fetcher.fetch(version)
+        policy.put(files, version, self._model, self._run.uri)
+        self._loaded = version.digest
+        return fetched
 
     def _scored(self, made: Group, prompt: Sequence[int]) -> Group:
         """Return a group with the reference's log-probabilities and the values that training needs."""

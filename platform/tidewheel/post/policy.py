@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import safetensors
@@ -15,6 +15,7 @@ import torch
 from tidewheel.errors import CheckpointError, StorageAwayError, StorageError
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Model
+from tidewheel.shards import notices
 from tidewheel.shards.manifest import Fields
 from tidewheel.storage import Stamp, Store, content_hash
 from tidewheel.train.policy.publishing import FOLDER, FORMAT, head_key
@@ -103,11 +104,12 @@ def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: thread
         ended: ends the wait.
     """
     while not ended.is_set():
+        told = notices.told(run.uri)
         with contextlib.suppress(StorageAwayError):
             found = published(run, number, stages)
             if found is not None:
                 return found
-        ended.wait(poll)
+        notices.wait(run.uri, poll, told)
     return None
 
 
@@ -146,11 +148,16 @@ def put(files: Sequence[bytes], version: Version, model: Decoder, where: str) ->
             values |= safetensors.torch.load(data)
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"no weights: {error}", where=f"{where}/{file.whole.key}", fix=REMAKE) from None
+    check(values, version, model, where)
+    model.load_state_dict(values)
+
+
+def check(values: Mapping[str, torch.Tensor], version: Version, model: Decoder, where: str) -> None:
+    """Raise CheckpointError if tensors are not those of a decoder; see `put`."""
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     if own != {name: tuple(value.shape) for name, value in values.items()}:
         raise CheckpointError("the weights are of another model than the run's",
                               where=f"{where}/{version.files[0].whole.key}", fix="start a new run with another run.id")
-    model.load_state_dict(values)
 
 
 def empty(config: Model, vocabulary_size: int, device: torch.device | str = "cpu", *, values: bool = False) -> Decoder:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import ORACLES, imported
+from tidewheel.inference.decoding import released
 from tidewheel.inference.draws import philox, uniforms
 from tidewheel.inference.group import Answer, Sampling, choose, sample_group
 from tidewheel.models import families
@@ -96,10 +97,14 @@ def test_a_group_converts_each_weight_to_16_bits_once(decoder: Decoder):
                 self.count += kwargs["dtype"] == torch.bfloat16
             return function(*args, **(kwargs or {}))
 
+    released(decoder)
     with Conversions() as conversions:
         answers = group_of(decoder, range(3), "bf16")
     assert max(len(answer.tokens) for answer in answers) > 3
     assert 0 < conversions.count <= len([*decoder.parameters()])
+    with Conversions() as conversions:
+        assert group_of(decoder, range(3), "bf16") == answers
+    assert not conversions.count
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
 
 

@@ -37,12 +37,18 @@ class GeneratorsConfig(Config):
     """A group that has ended this many processes, or used up their leases, is dropped."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes that they run on, spot nodes for example."""
+    colocated: bool = False
+    """Sample in the process that trains, with its own weights, in turns: for training without Ray. Memory of sampling
+    is given back before each step."""
 
     @pydantic.model_validator(mode="after")
     def _bounds(self) -> GeneratorsConfig:
         if self.min_processes > self.processes:
             raise ValueError(f"min_processes {self.min_processes} is above processes {self.processes}; nearest legal "
                              f"choice: {self.processes}")
+        if self.colocated and (self.processes > 1 or self.gpus):
+            raise ValueError("colocated samples in the process that trains, so it has no other processes and no GPUs; "
+                             "leave out processes, min_processes and gpus")
         return self
 
 
@@ -145,6 +151,9 @@ class RolloutsConfig(Config):
         if self.overlong.buffer_tokens > self.answer_tokens:
             raise ValueError(f"overlong.buffer_tokens {self.overlong.buffer_tokens} is more than answer_tokens "
                              f"{self.answer_tokens}; nearest legal choice: {self.answer_tokens // 4}")
+        if self.generators.colocated and (self.look_ahead or self.schedule != "in_order"):
+            raise ValueError("generators.colocated takes turns with training, so schedule is in_order and look_ahead "
+                             "is 0")
         if self.reward is None and self.environment is None:
             raise ValueError("reward: what judges the answers? Name a reward, or an environment that gives rewards")
         return self
