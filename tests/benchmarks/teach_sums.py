@@ -95,7 +95,7 @@ def logits_of(run: str) -> Logits:
 def ours(folder: Path, base: str, steps: int, seed: int, colocated: bool = True) -> Taught:
     """Teach with Tidewheel: a training process and a generator."""
     config = sums_run(
-        folder, f"taught-{seed}", base, steps, f"batch.global_sequences={GROUPS * ANSWERS}", "batch.micro_sequences=32",
+        folder, f"taught-{seed}", base, steps, f"batch.global_sequences={GROUPS * ANSWERS}", "batch.micro_sequences=64",
         "batch.virtual_ranks=2", f"rollouts.group={ANSWERS}", f"rollouts.seed={seed}", f"seed={seed}",
         f"optimizer.learning_rate={RATE}", f"rollouts.generators.colocated={str(colocated).lower()}", "checkpoint.memory_tier.every_steps=0")
     began, before = time.monotonic(), time.process_time()
@@ -103,7 +103,8 @@ def ours(folder: Path, base: str, steps: int, seed: int, colocated: bool = True)
     seconds, processor = time.monotonic() - began, time.process_time() - before
     lines = [line for line in jsonlog.read(storage.store(config.run_uri), LOG) if line["kind"] == "step"]
     rewards = [line["reward"] for line in lines]
-    processor += sum(line["processor_seconds"] for line in lines)  # of the generator
+    if not colocated:  # else it is in this process
+        processor += sum(line["processor_seconds"] for line in lines)
     return Taught(*accuracy(logits_of(config.run_uri), records(folder / "held_out.jsonl")), rewards, seconds, processor)
 
 

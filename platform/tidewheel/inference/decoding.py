@@ -24,6 +24,7 @@ from tidewheel.models.blocks import Attention, Block, GatedFeedForward, Mlp, RMS
 from tidewheel.models.config import Rope
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loss import soft_capped
+from tidewheel.models.rope import RopeTable
 from tidewheel.train.precision import Precision
 
 PRODUCTS: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -78,6 +79,7 @@ class Weights:
         self.norm = _function(model.norm)
         self.output = Matrix([(model.weight, None)], self.dtype, exact=self.exact)
         self._state = _state(model)
+        self._turns: dict[int, dict[Rope | None, Turns | None]] = {}  # by capacity
 
     @classmethod
     def of(cls, model: Decoder, precision: Precision) -> Weights | None:
@@ -99,6 +101,14 @@ class Weights:
     def is_current(self) -> bool:
         """Return whether the model still has the weights that these were made of."""
         return self._state == _state(self.model)
+
+    def turns(self, capacity: int) -> dict[Rope | None, Turns | None]:
+        """Return the turns of all positions below `capacity`, for each RoPE of the layers; None for no RoPE."""
+        if capacity not in self._turns:
+            positions = torch.arange(capacity)[None]
+            tables = {layer.rope: self.model.rope(positions, layer.index) for layer in self.layers}
+            self._turns[capacity] = {rope: None if table is None else _turns(table) for rope, table in tables.items()}
+        return self._turns[capacity]
 
     def _layer(self, index: int, block: nn.Module) -> Layer:
         assert isinstance(block, Block)
@@ -183,25 +193,26 @@ def _is_plain(model: Decoder, index: int, block: nn.Module) -> bool:
 
 
 class Rows:
-    """The rows of a group, all at one position, and their keys and values.
+    """The rows of groups, all at one position, and their keys and values.
 
     Args:
         weights: of the model.
-        prompt: token ids, at least one.
-        rows: number of rows.
+        prompts: token ids of each prompt; all have the same number of them, at least one.
+        rows: number of rows of each prompt.
         capacity: most tokens of a row, with the prompt.
     """
 
-    def __init__(self, weights: Weights, prompt: Sequence[int], rows: int, capacity: int) -> None:
+    def __init__(self, weights: Weights, prompts: Sequence[Sequence[int]], rows: int, capacity: int) -> None:
         self._weights, self._count, self._capacity = weights, rows, _filled(capacity)
-        self._tables = {layer.rope: self._table(layer) for layer in weights.layers}
+        self._tables = weights.turns(self._capacity)
         self._keys: list[torch.Tensor] = []  # [n, K, E, capacity] for each layer
         self._values: list[torch.Tensor] = []  # [n, K, capacity, E]
         self._way, self._way_for = single, (0, 0)  # how the newest tokens attend, for (rows, keys)
-        self._length = len(prompt)
-        self._places = slice(0, self._length)  # of the tokens that are being computed
-        self.logits = self._prefilled(torch.tensor(prompt)).expand(rows, -1)
-        """Logits behind the newest token of each row, fp32 [n, V]."""
+        self._length = len(prompts[0])
+        # of the tokens that are being computed
+        self._places = torch.arange(self._length).repeat(len(prompts))
+        self.logits = self._prefilled(torch.tensor(prompts)).repeat_interleave(rows, dim=0)
+        """Logits behind the newest token of each row, fp32 [n, V]; the rows of a prompt stand together."""
 
     def select(self, rows: torch.Tensor) -> None:
         """Continue with some of the rows, int64 indices."""
@@ -216,32 +227,32 @@ class Rows:
         """
         at = self._length
         self._length += 1
-        self._places = slice(at, at + 1)
+        self._places = torch.tensor([at])
         x = self._embedded(tokens, torch.full_like(tokens, at))
         self.logits = self._logits(self._blocks(x, Matrix.__call__, self._attend))
 
-    def _prefilled(self, prompt: torch.Tensor) -> torch.Tensor:
-        """Compute the prompt once, for all rows; return the logits behind it, fp32 [1, V]."""
-        kernel = "exact" if self._weights.exact else "masked"
-        mask = document_mask(torch.zeros_like(prompt)[None], kernel)
+    def _prefilled(self, prompts: torch.Tensor) -> torch.Tensor:
+        """Compute each prompt once, int64 [P, L]; return the logits behind them, fp32 [P, V]."""
+        kernel, shape = "exact" if self._weights.exact else "masked", prompts.shape
+        mask = document_mask(torch.zeros_like(prompts), kernel)
 
-        def attend(layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(layer: Layer, *parts: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
             self._keep(k, v)
-            q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-            return document_attention(q, k, v, mask, scale=layer.scale)[0].transpose(0, 1)
+            return document_attention(q, k, v, mask, scale=layer.scale).transpose(1, 2).flatten(0, 1)
 
-        x = self._blocks(self._embedded(prompt, torch.arange(len(prompt))), Matrix.many, attend)
-        return self._logits(x[-1:])
+        x = self._blocks(self._embedded(prompts.flatten(), self._places), Matrix.many, attend)
+        return self._logits(x.unflatten(0, shape)[:, -1])
 
     def _keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Give each row the prompt's keys and values [L, K, E] of a layer, and room behind them."""
-        length, heads, width = k.shape
-        keys = k.new_zeros(self._count, heads, width, self._capacity)
-        values = v.new_zeros(self._count, heads, self._capacity, width)
-        keys[..., :length] = k.permute(1, 2, 0)
-        values[:, :, :length] = v.transpose(0, 1)
-        self._keys.append(keys)
-        self._values.append(values)
+        """Give each row its prompt's keys and values [P, K, L, E] of a layer, and room behind them."""
+        prompts, heads, length, width = k.shape
+        keys = k.new_zeros(prompts, self._count, heads, width, self._capacity)
+        values = v.new_zeros(prompts, self._count, heads, self._capacity, width)
+        keys[..., :length] = k.transpose(2, 3)[:, None]
+        values[:, :, :, :length] = v[:, None]
+        self._keys.append(keys.flatten(0, 1))
+        self._values.append(values.flatten(0, 1))
 
     def _attend(self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return what the newest token of each row sees."""
@@ -309,13 +320,10 @@ class Rows:
             both = both if both.dtype == out.dtype else both.to(out.dtype)
         return both.narrow(1, 0, heads), both.narrow(1, heads, kv_heads), v
 
-    def _table(self, layer: Layer) -> Turns | None:
-        """Return the turns of all positions; None: the layer has no RoPE."""
-        table = self._weights.model.rope(torch.arange(self._capacity)[None], layer.index)
-        if table is None:
-            return None
-        cos, sin = table.cos[0, 0, :, None], table.sin[0, 0, :, None]
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+def _turns(table: RopeTable) -> Turns:
+    cos, sin = table.cos[0, 0, :, None], table.sin[0, 0, :, None]
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def _filled(length: int) -> int:

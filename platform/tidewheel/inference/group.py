@@ -82,20 +82,68 @@ def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], 
     Raises:
         ValueError: the prompt is empty, or leaves no room for an answer.
     """
+    if partner is None:
+        [answers] = sample_groups(model, [prompt], samples, sampling, key=key, streams=[stream])
+        return answers
+    most = _most(model, prompt, sampling)
+    talks = [Conversation(index, sampling.stop, most, partner) for index in range(len(samples))]
+    numbers = Numbers(key, [stream] * len(samples), samples, together=False)
+    _sample(model, [prompt], sampling, numbers, talks)
+    return [_answer(talk) for talk in talks]
+
+
+@torch.inference_mode()
+def sample_groups(model: Decoder, prompts: Sequence[Sequence[int]], samples: Sequence[int], sampling: Sampling, *,
+                  key: int, streams: Sequence[int]) -> list[list[Answer]]:
+    """Return an answer to each prompt for each sample.
+
+    All groups are decoded together if the prompts have one length. With exact attention, answers are those of
+    `sample_group`; with another, their last bits depend on the number of groups.
+
+    Args:
+        model: see `sample_group`.
+        prompts: one or more of the same length.
+        samples: index of each sample in its group.
+        sampling: how to sample.
+        key: see `draws.uniforms`.
+        streams: of each prompt.
+
+    Raises:
+        ValueError: see `sample_group`; or the lengths of the prompts differ.
+    """
+    if len({len(prompt) for prompt in prompts}) != 1:
+        raise ValueError("prompts that are decoded together must have the same length")
+    most, count = _most(model, prompts[0], sampling), len(samples)
+    talks = [Conversation(0, sampling.stop, most, None) for _ in range(len(prompts) * count)]
+    numbers = Numbers(key, [stream for stream in streams for _ in samples], list(samples) * len(prompts), together=True)
+    _sample(model, prompts, sampling, numbers, talks)
+    return [[_answer(talk) for talk in talks[begin:begin + count]] for begin in range(0, len(talks), count)]
+
+
+def _answer(talk: Conversation) -> Answer:
+    return Answer(talk.tokens, talk.values, talk.stopped, frozenset(talk.written), talk.begin)
+
+
+def _most(model: Decoder, prompt: Sequence[int], sampling: Sampling) -> int:
+    """Return the most tokens of an answer to a prompt."""
     room = model.config.max_sequence_length - len(prompt)
     if not prompt or room < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens in a context of {model.config.max_sequence_length}")
-    most = min(sampling.tokens, room)
-    talks = [Conversation(index, sampling.stop, most, partner) for index in range(len(samples))]
-    numbers = Numbers(key, stream, samples, together=partner is None)
-    device, capacity = next(model.parameters()).device, len(prompt) + most
+    return min(sampling.tokens, room)
+
+
+def _sample(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Numbers,
+            talks: Sequence[Conversation]) -> None:
+    """Sample all answers, which are as many for each prompt."""
+    device, capacity = next(model.parameters()).device, len(prompts[0]) + talks[0].most
     weights = prepared(model, sampling.precision)
+    count = len(talks) // len(prompts)
     if weights is not None:
-        _Group(Rows(weights, prompt, len(samples), capacity), sampling, numbers, talks, device).sample()
-    else:
-        with module_rows(model, prompt, len(samples), capacity, sampling.precision) as rows:
-            _Group(rows, sampling, numbers, talks, device).sample()
-    return [Answer(talk.tokens, talk.values, talk.stopped, frozenset(talk.written), talk.begin) for talk in talks]
+        _Group(Rows(weights, prompts, count, capacity), sampling, numbers, talks, device).sample()
+        return
+    for begin, prompt in zip(range(0, len(talks), count), prompts):
+        with module_rows(model, prompt, count, capacity, sampling.precision) as rows:
+            _Group(rows, sampling, numbers.part(begin, count), talks[begin:begin + count], device).sample()
 
 
 class Batch(Protocol):

@@ -8,19 +8,27 @@ gone when training goes on.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from tidewheel.inference.decoding import released
+from tidewheel.inference.group import Answer, sample_groups
 from tidewheel.post import policy
 from tidewheel.post.fetching import Fetched, Fetcher
 from tidewheel.post.generator import Generator
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.policy import Version
+from tidewheel.shards.order import hash64
 from tidewheel.train.policy import resident
+
+MOST_ROWS = 256
+"""Answers that are decoded together, which bounds the memory of keys and values."""
 
 
 class ColocatedGenerator(Generator):
     """Samples with the weights that train in this process; if they are not there, with published ones."""
+
+    _ahead: dict[int, list[Answer]]  # by stream, answers that no group has yet
 
     def _load(self, version: Version) -> Fetched:
         """Have a version of the policy; return what was read for it."""
@@ -35,9 +43,37 @@ class ColocatedGenerator(Generator):
         self._loaded = version.digest
         return Fetched()
 
+    def make_ahead(self, jobs: Sequence[Job]) -> None:
+        """Sample groups of one turn together, which `make` then judges one by one.
+
+        Only groups whose answers do not depend on what they are decoded with.
+        """
+        rollouts, model = self._rollouts, self._model
+        if rollouts.environment is not None or self._settings.model.attention != "exact":
+            return
+        self._load(jobs[0].version)
+        by_length: dict[int, list[Job]] = {}
+        for job in jobs:
+            if job.version == jobs[0].version:
+                by_length.setdefault(len(job.prompt.tokens), []).append(job)
+        most = max(1, MOST_ROWS // rollouts.group)
+        for same in by_length.values():
+            for begin in range(0, len(same), most):
+                part = same[begin:begin + most]
+                streams = [hash64(job.position) for job in part]
+                groups = sample_groups(model, [job.prompt.tokens for job in part], range(rollouts.group),
+                                       self._sampling, key=hash64(rollouts.seed), streams=streams)
+                self._ahead |= dict(zip(streams, groups))
+
+    def _sample(self, prompt: Sequence[int], samples: Sequence[int], sampling: Any, **about: Any) -> Any:
+        """Return answers, see `groups.SampleGroup`; those of `make_ahead`, if it has made them."""
+        ahead = self._ahead.pop(about["stream"], None)
+        return super()._sample(prompt, samples, sampling, **about) if ahead is None else ahead
+
     def rest(self) -> None:
         """Give back the memory of a turn."""
         self._loaded = ""
+        self._ahead = {}
         self._fetcher = Fetcher(self._run)
         if self._model is not None:
             released(self._model)
@@ -62,6 +98,7 @@ class ColocatedPool:
         self._arguments, self._threads = arguments, torch.get_num_threads()
         self._generator: ColocatedGenerator | None = None
         self._jobs: deque[Job] = deque()
+        self._ahead = 0  # jobs at the head of the queue whose groups are sampled
 
     def submit(self, job: Job) -> None:
         """See `Pool`."""
@@ -73,7 +110,11 @@ class ColocatedPool:
             return None
         if self._generator is None:
             self._generator = self._started()
+        if not self._ahead:
+            self._generator.make_ahead(self._jobs)
+            self._ahead = len(self._jobs)
         group = self._generator.make(self._jobs.popleft())
+        self._ahead -= 1
         if not self._jobs:
             self._generator.rest()
         return group

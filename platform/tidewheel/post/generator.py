@@ -69,7 +69,7 @@ class Generator:
     def _make(self, job: Job) -> Group:
         began = time.process_time()
         fetched = self._load(job.version)
-        made = make_group(job, self._model, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
+        made = make_group(job, self._sample, self._encoder, self._judge, self._sampling, answers=self._rollouts.group,
                           seed=self._rollouts.seed, environment=self._rollouts.environment,
                           special_tokens=self._rollouts.special_tokens)
         if made.answers:
@@ -85,6 +85,12 @@ class Generator:
         policy.put(files, version, self._model, self._run.uri)
         self._loaded = version.digest
         return fetched
+
+    def _sample(self, prompt: Sequence[int], samples: Sequence[int], sampling: Any, **about: Any) -> Any:
+        """Return answers, see `groups.SampleGroup`."""
+        from tidewheel.inference.group import sample_group
+
+        return sample_group(self._model, prompt, samples, sampling, **about)
 
     def _scored(self, made: Group, prompt: Sequence[int]) -> Group:
         """Return a group with the reference's log-probabilities and the values that training needs."""

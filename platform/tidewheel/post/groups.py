@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tidewheel.environments.episode.base import Environment
-from tidewheel.inference.group import Answer, Sampling, sample_group
-from tidewheel.models.decoder import Decoder
+from tidewheel.inference.conversation import Partner
+from tidewheel.inference.group import Answer, Sampling
 from tidewheel.post.episodes import EpisodeFailed, Episodes, seed_of
 from tidewheel.post.fetching import Fetched
 from tidewheel.post.policy import Version
@@ -17,6 +18,15 @@ from tidewheel.shards.order import hash64
 from tidewheel.shards.tokenizer import Encoder
 
 Judge = Callable[[Sequence[Sample]], Scores]
+
+
+class SampleGroup(Protocol):
+    """Samples answers to a prompt, as `inference.group.sample_group` does with a model."""
+
+    def __call__(self, prompt: Sequence[int], samples: Sequence[int], sampling: Sampling, *, key: int, stream: int,
+                 partner: Partner | None = None) -> list[Answer]:
+        """Return an answer for each sample."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,13 +67,13 @@ class Group:
         return sum(len(answer.tokens) for answer in self.answers)
 
 
-def make_group(job: Job, model: Decoder, encoder: Encoder, judge: Judge | None, sampling: Sampling, *, answers: int,
+def make_group(job: Job, sample: SampleGroup, encoder: Encoder, judge: Judge | None, sampling: Sampling, *, answers: int,
                seed: int, environment: Environment | None = None, special_tokens: bool = False) -> Group:
     """Return the group of a job.
 
     Args:
-        job: the prompt and the version, whose weights `model` has.
-        model: the policy.
+        job: the prompt and the version, with whose weights `sample` samples.
+        sample: the engine.
         encoder: its tokenizer.
         judge: scores the last turns of answers, see `Reward.judge`; None if the environment's rewards are all.
         sampling: how to sample.
@@ -79,8 +89,8 @@ def make_group(job: Job, model: Decoder, encoder: Encoder, judge: Judge | None, 
             episodes = Episodes(environment, prompt, range(answers), seed=seed_of(seed, job.position), encoder=encoder,
                                 special_tokens=special_tokens, most=sampling.tokens)
             rewards = episodes.rewards
-        sampled = sample_group(model, prompt.tokens, range(answers), sampling, key=hash64(seed),
-                               stream=hash64(job.position), partner=episodes)
+        sampled = sample(prompt.tokens, range(answers), sampling, key=hash64(seed), stream=hash64(job.position),
+                         partner=episodes)
     except EpisodeFailed as error:
         return Group(*name, failure=f"environment: {error.reason}", detail=error.detail)
     if judge is not None:
