@@ -97,7 +97,8 @@ def ours(folder: Path, base: str, steps: int, seed: int, colocated: bool = True)
     config = sums_run(
         folder, f"taught-{seed}", base, steps, f"batch.global_sequences={GROUPS * ANSWERS}", "batch.micro_sequences=64",
         "batch.virtual_ranks=2", f"rollouts.group={ANSWERS}", f"rollouts.seed={seed}", f"seed={seed}",
-        f"optimizer.learning_rate={RATE}", f"rollouts.generators.colocated={str(colocated).lower()}", "checkpoint.memory_tier.every_steps=0")
+        f"optimizer.learning_rate={RATE}", "checkpoint.memory_tier.every_steps=0",
+        f"rollouts.generators.colocated={str(colocated).lower()}")
     began, before = time.monotonic(), time.process_time()
     fit_local(config)
     seconds, processor = time.monotonic() - began, time.process_time() - before

@@ -10,11 +10,13 @@ products are computed in a way that was found to have the bits of training (`inf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tidewheel.inference.matrices import Matrix, cancelling
@@ -27,6 +29,9 @@ from tidewheel.models.loss import soft_capped
 from tidewheel.models.rope import RopeTable
 from tidewheel.train.precision import Precision
 
+VECTORS = 64
+"""Loops of torch take up to this many numbers at once (two vectors of 16-bit ones), and compute those that are left
+with other code, whose exponentials have other bits. Training has none left over: its rows are padded."""
 PRODUCTS: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precisions that are decoded here, with the dtype of their products."""
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -292,12 +297,20 @@ class Rows:
             inner = multiply(layer.up, inner if inner.dtype == dtype else inner.to(dtype))
             if layer.is_gated:
                 width = inner.shape[1] // 2
-                inner = layer.activation(inner.narrow(1, 0, width)) * inner.narrow(1, width, width)
+                inner = self._activated(layer, inner.narrow(1, 0, width)) * inner.narrow(1, width, width)
             else:
-                inner = layer.activation(inner)
+                inner = self._activated(layer, inner)
             added = multiply(layer.down, inner)
             x = x + (added if layer.after_ffn is None else layer.after_ffn(added))
         return x
+
+    def _activated(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation of [n, width], with the bits that it has among many rows."""
+        rows, width = x.shape
+        if not self._weights.exact or width % VECTORS == 0:
+            return layer.activation(x)
+        missing = -rows % (VECTORS // math.gcd(VECTORS, width))
+        return layer.activation(F.pad(x, (0, 0, 0, missing)).contiguous())[:rows]
 
     def _heads(self, layer: Layer, out: torch.Tensor,
                turns: Turns | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

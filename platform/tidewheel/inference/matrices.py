@@ -160,7 +160,8 @@ def cancelling(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tupl
     generator = torch.Generator().manual_seed(0)
     half = inputs // 2
     order = torch.randperm(half, generator=generator)
-    x = torch.randn(rows, half, generator=generator).to(dtype)
+    x = torch.randn(rows, half, generator=generator)
+    x = (x * 2.0 ** torch.randint(-8, 9, (half,), generator=generator)).to(dtype)  # else sums of 16 bits are exact
     weights = torch.randn(outputs, half, generator=generator).to(dtype)
     odd = (0, inputs % 2)
     return (F.pad(torch.cat((x, x[:, order]), dim=1), odd), F.pad(torch.cat((weights, -weights[:, order]), dim=1), odd))

@@ -7,8 +7,10 @@ gone when training goes on.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tidewheel.inference.decoding import released
@@ -18,6 +20,7 @@ from tidewheel.post.fetching import Fetched, Fetcher
 from tidewheel.post.generator import Generator
 from tidewheel.post.groups import Group, Job
 from tidewheel.post.policy import Version
+from tidewheel.post.waiting import patiently
 from tidewheel.shards.order import hash64
 from tidewheel.train.policy import resident
 
@@ -29,6 +32,13 @@ class ColocatedGenerator(Generator):
     """Samples with the weights that train in this process; if they are not there, with published ones."""
 
     _ahead: dict[int, list[Answer]]  # by stream, answers that no group has yet
+    _share = 0.0  # processor time of each of them
+
+    def make(self, job: Job) -> Group:
+        """See `Generator.make`."""
+        share = self._share if hash64(job.position) in self._ahead else 0.0
+        group = super().make(job)
+        return replace(group, seconds=group.seconds + share)
 
     def _load(self, version: Version) -> Fetched:
         """Have a version of the policy; return what was read for it."""
@@ -48,10 +58,11 @@ class ColocatedGenerator(Generator):
 
         Only groups whose answers do not depend on what they are decoded with.
         """
+        began = time.process_time()
         rollouts, model = self._rollouts, self._model
         if rollouts.environment is not None or self._settings.model.attention != "exact":
             return
-        self._load(jobs[0].version)
+        patiently(lambda: self._load(jobs[0].version), self._settings)
         by_length: dict[int, list[Job]] = {}
         for job in jobs:
             if job.version == jobs[0].version:
@@ -64,6 +75,7 @@ class ColocatedGenerator(Generator):
                 groups = sample_groups(model, [job.prompt.tokens for job in part], range(rollouts.group),
                                        self._sampling, key=hash64(rollouts.seed), streams=streams)
                 self._ahead |= dict(zip(streams, groups))
+        self._share = (time.process_time() - began) / len(jobs)
 
     def _sample(self, prompt: Sequence[int], samples: Sequence[int], sampling: Any, **about: Any) -> Any:
         """Return answers, see `groups.SampleGroup`; those of `make_ahead`, if it has made them."""

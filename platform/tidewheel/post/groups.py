@@ -67,8 +67,8 @@ class Group:
         return sum(len(answer.tokens) for answer in self.answers)
 
 
-def make_group(job: Job, sample: SampleGroup, encoder: Encoder, judge: Judge | None, sampling: Sampling, *, answers: int,
-               seed: int, environment: Environment | None = None, special_tokens: bool = False) -> Group:
+def make_group(job: Job, sample: SampleGroup, encoder: Encoder, judge: Judge | None, sampling: Sampling, *,
+               answers: int, seed: int, environment: Environment | None = None, special_tokens: bool = False) -> Group:
     """Return the group of a job.
 
     Args:
