@@ -93,9 +93,10 @@ def test_a_group_converts_each_weight_to_16_bits_once(decoder: Decoder):
         count = 0
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is torch.ops.aten._to_copy.default and args[0].shape in matrices:
-                self.count += kwargs["dtype"] == torch.bfloat16
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16 and result.shape in matrices:
+                self.count += isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float32
+            return result
 
     released(decoder)
     with Conversions() as conversions:
