@@ -171,9 +171,11 @@ def _function(module: nn.Module) -> Function | None:
     """Return what a norm computes, with the bits of its `forward`; None for no norm."""
     if isinstance(module, nn.Identity):
         return None
-    if type(module) not in (RMSNorm, ZeroCentredRMSNorm):
+    if not isinstance(module, RMSNorm) or type(module) not in (RMSNorm, ZeroCentredRMSNorm):
         return module.forward
-    weight = module.weight.detach().float() if type(module) is RMSNorm else 1 + module.weight.detach().float()
+    weight = module.weight.detach().float()
+    if type(module) is ZeroCentredRMSNorm:
+        weight = 1 + weight
     shape, epsilon = tuple(weight.shape), module.epsilon
 
     def normed(x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +214,8 @@ class Rows:
         self._tables = weights.turns(self._capacity)
         self._keys: list[torch.Tensor] = []  # [n, K, E, capacity] for each layer
         self._values: list[torch.Tensor] = []  # [n, K, capacity, E]
-        self._way, self._way_for = single, (0, 0)  # how the newest tokens attend, for (rows, keys)
+        self._way: Way = single  # how the newest tokens attend
+        self._way_for = (0, 0)  # for this number of rows, and of keys
         self._length = len(prompts[0])
         # of the tokens that are being computed
         self._places = torch.arange(self._length).repeat(len(prompts))
