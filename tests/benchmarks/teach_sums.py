@@ -7,9 +7,9 @@ trains on text in which half of the sums are wrong. Both sides then start from i
 format, with the same prompts, rewards, groups (16 of 8 answers a step), steps, optimizer and loss, and one thread each.
 
 `accuracy` is the probability that the model answers a held-out sum right at temperature 1, computed from its logits.
-`seconds` are of the whole training, in which Tidewheel starts a process that imports torch and samples. Processor
-seconds are of training and sampling. The exit code is 1 unless, over the seeds, the 95 % intervals before and after do
-not meet, and the paired difference to TRL is not below 0 with its whole interval.
+`seconds` are of the whole training. Both sides sample in the process that trains (`rollouts.generators.colocated`), and
+processor seconds are those of this process. The exit code is 1 unless, over the seeds, the 95 % intervals before and
+after do not meet, and the paired difference to TRL is not below 0 with its whole interval.
 """
 
 from __future__ import annotations
@@ -92,18 +92,20 @@ def logits_of(run: str) -> Logits:
     return logits
 
 
-def ours(folder: Path, base: str, steps: int, seed: int) -> Taught:
-    """Teach with Tidewheel: a training process and a generator."""
+def ours(folder: Path, base: str, steps: int, seed: int, colocated: bool = True) -> Taught:
+    """Teach with Tidewheel: in one process, or with a generator in a process of its own."""
     config = sums_run(
-        folder, f"taught-{seed}", base, steps, f"batch.global_sequences={GROUPS * ANSWERS}", "batch.micro_sequences=32",
+        folder, f"taught-{seed}", base, steps, f"batch.global_sequences={GROUPS * ANSWERS}", "batch.micro_sequences=64",
         "batch.virtual_ranks=2", f"rollouts.group={ANSWERS}", f"rollouts.seed={seed}", f"seed={seed}",
-        f"optimizer.learning_rate={RATE}", "checkpoint.memory_tier.every_steps=0")
+        f"optimizer.learning_rate={RATE}", "checkpoint.memory_tier.every_steps=0",
+        f"rollouts.generators.colocated={str(colocated).lower()}")
     began, before = time.monotonic(), time.process_time()
     fit_local(config)
     seconds, processor = time.monotonic() - began, time.process_time() - before
     lines = [line for line in jsonlog.read(storage.store(config.run_uri), LOG) if line["kind"] == "step"]
     rewards = [line["reward"] for line in lines]
-    processor += sum(line["processor_seconds"] for line in lines)  # of the generator
+    if not colocated:  # else it is in this process
+        processor += sum(line["processor_seconds"] for line in lines)
     return Taught(*accuracy(logits_of(config.run_uri), records(folder / "held_out.jsonl")), rewards, seconds, processor)
 
 

@@ -23,11 +23,11 @@ from tidewheel.cluster.groups import Group as NodeGroup
 from tidewheel.cluster.local import LocalCluster
 from tidewheel.elastic.trainer import fit, fit_local
 from tidewheel.errors import RolloutError
+from tidewheel.inference.passes import Beat, PassCounter
 from tidewheel.placement import GROUP_LABEL
 from tidewheel.post import generator
 from tidewheel.post.audit import audit_rollouts
 from tidewheel.post.groups import Group, Job
-from tidewheel.post.health import Beat, PassCounter
 from tidewheel.post.policy import Version
 from tidewheel.post.pool import RayPool
 from tidewheel.post.prompts import Prompt

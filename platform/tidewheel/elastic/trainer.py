@@ -21,7 +21,7 @@ from tidewheel.autoscaler import START_SECONDS, can_grow
 from tidewheel.commit_log import Record, first_generation
 from tidewheel.elastic import layout
 from tidewheel.elastic.process_log import LogTarget
-from tidewheel.errors import ClusterError, OwnershipError, TidewheelError
+from tidewheel.errors import ClusterError, ConfigError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.ownership import CHECKPOINTS, Renewal, owning
 from tidewheel.placement import with_labels
@@ -95,13 +95,19 @@ def _ray_pool(arguments: tuple[Any, ...], config: TrainConfig, on_event: Callabl
     from tidewheel.post.pool import RayPool
 
     assert config.rollouts is not None
+    if config.rollouts.generators.colocated:
+        raise ConfigError("generators are colocated with training in one process only",
+                          where="rollouts.generators.colocated", fix="leave it out, or train with --local")
     return RayPool(arguments, config.rollouts.generators, on_event)
 
 
 def _local_pool(arguments: tuple[Any, ...], config: TrainConfig, on_event: Callable[..., None]) -> Pool:
+    from tidewheel.post.colocated import ColocatedPool
     from tidewheel.post.pool import LocalPool
 
     assert config.rollouts is not None
+    if config.rollouts.generators.colocated:
+        return ColocatedPool(arguments)
     return LocalPool(arguments, config.rollouts.generators, on_event)
 
 

@@ -53,7 +53,7 @@ class Conversation:
     """
 
     def __init__(self, answer: int, stop: Collection[int], most: int, partner: Partner | None) -> None:
-        self._answer, self._stop, self._most, self._partner = answer, stop, most, partner
+        self._answer, self._stop, self.most, self._partner = answer, stop, most, partner
         self.tokens: list[int] = []
         self.values: list[float] = []
         """Log-probability of each token; 0 for those of the partner."""
@@ -115,11 +115,11 @@ class Conversation:
     def _append(self, token: int, value: float) -> None:
         self.tokens.append(token)
         self.values.append(value)
-        self.over = len(self.tokens) >= self._most
+        self.over = len(self.tokens) >= self.most
 
     def _follow(self, reply: Sequence[int]) -> None:
         """Begin the next turn behind a reply; end the answer if there is no room for one."""
-        if len(self.tokens) + len(reply) >= self._most:
+        if len(self.tokens) + len(reply) >= self.most:
             self.over = True
             return
         self._queue.extend(reply)

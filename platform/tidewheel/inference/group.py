@@ -2,27 +2,27 @@
 
 A token is drawn with a number that depends on (key, stream, sample, turn, position in the turn) alone
 (`inference.draws`). With exact attention (`model.attention: exact`) its logits depend on nothing but the weights and
-the tokens before it: every product has at least `EXACT_ROWS` rows. So a sample is the same in a group of any size and
-order, and after any number of kills; and its log-probabilities have the bits that training computes for them.
+the tokens before it: products are computed in ways that have the same bits among any number of rows. So a sample is the
+same in a group of any size and order, and after any number of kills; and its log-probabilities have the bits that
+training computes for them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from tidewheel.inference.conversation import Conversation, Partner
-from tidewheel.inference.draws import uniforms
-from tidewheel.inference.generate import Cache, cached
-from tidewheel.inference.prefill import prefill
-from tidewheel.models.attention_backends import EXACT_ROWS
+from tidewheel.inference.decoding import Rows, prepared
+from tidewheel.inference.draws import Numbers
+from tidewheel.inference.module_rows import module_rows
+from tidewheel.inference.prefill import CHUNK_TOKENS
 from tidewheel.models.decoder import Decoder
-from tidewheel.train.precision import Precision, fp32_products, precision_context
+from tidewheel.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Answer:
         return [int(index not in self.written) for index in range(len(self.tokens))]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], sampling: Sampling, *, key: int,
                  stream: int, partner: Partner | None = None) -> list[Answer]:
     """Return an answer to the prompt for each sample.
@@ -83,127 +83,146 @@ def sample_group(model: Decoder, prompt: Sequence[int], samples: Sequence[int], 
     Raises:
         ValueError: the prompt is empty, or leaves no room for an answer.
     """
+    if partner is None:
+        [answers] = sample_groups(model, [prompt], samples, sampling, key=key, streams=[stream])
+        return answers
+    most = _most(model, prompt, sampling)
+    talks = [Conversation(index, sampling.stop, most, partner) for index in range(len(samples))]
+    numbers = Numbers(key, [stream] * len(samples), samples, together=False)
+    _sample(model, [prompt], sampling, numbers, talks)
+    return [_answer(talk) for talk in talks]
+
+
+@torch.inference_mode()
+def sample_groups(model: Decoder, prompts: Sequence[Sequence[int]], samples: Sequence[int], sampling: Sampling, *,
+                  key: int, streams: Sequence[int]) -> list[list[Answer]]:
+    """Return an answer to each prompt for each sample.
+
+    All groups are decoded together if the prompts have one length. With exact attention, answers are those of
+    `sample_group`; with another, their last bits depend on the number of groups.
+
+    Args:
+        model: see `sample_group`.
+        prompts: one or more of the same length.
+        samples: index of each sample in its group.
+        sampling: how to sample.
+        key: see `draws.uniforms`.
+        streams: of each prompt.
+
+    Raises:
+        ValueError: see `sample_group`; or the lengths of the prompts differ.
+    """
+    if len({len(prompt) for prompt in prompts}) != 1:
+        raise ValueError("prompts that are decoded together must have the same length")
+    most, count = _most(model, prompts[0], sampling), len(samples)
+    talks = [Conversation(0, sampling.stop, most, None) for _ in range(len(prompts) * count)]
+    numbers = Numbers(key, [stream for stream in streams for _ in samples], list(samples) * len(prompts), together=True)
+    _sample(model, prompts, sampling, numbers, talks)
+    return [[_answer(talk) for talk in talks[begin:begin + count]] for begin in range(0, len(talks), count)]
+
+
+def _answer(talk: Conversation) -> Answer:
+    return Answer(talk.tokens, talk.values, talk.stopped, frozenset(talk.written), talk.begin)
+
+
+def _most(model: Decoder, prompt: Sequence[int], sampling: Sampling) -> int:
+    """Return the most tokens of an answer to a prompt."""
     room = model.config.max_sequence_length - len(prompt)
     if not prompt or room < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens in a context of {model.config.max_sequence_length}")
-    device = next(model.parameters()).device
-    most = min(sampling.tokens, room)
-    with torch.compiler.set_stance("force_eager"), precision_context(device, sampling.precision), \
-            fp32_products(device, False), weights_converted_once(model), \
-            cached(model, max(len(prompt) + most, EXACT_ROWS)) as cache:
-        talks = [Conversation(index, sampling.stop, most, partner) for index in range(len(samples))]
-        group = _Group(model, cache, prompt, samples, sampling, key, stream, talks)
-        while group.step():
-            pass
-    return [Answer(talk.tokens, talk.values, talk.stopped, frozenset(talk.written), talk.begin) for talk in talks]
+    return min(sampling.tokens, room)
 
 
-@contextlib.contextmanager
-def weights_converted_once(model: nn.Module) -> Iterator[None]:
-    """Let autocast keep 16-bit weights until its context ends, also those of a model without gradients.
+def _sample(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Numbers,
+            talks: Sequence[Conversation]) -> None:
+    """Sample all answers, which are as many for each prompt."""
+    device, capacity = next(model.parameters()).device, len(prompts[0]) + talks[0].most
+    count = len(talks) // len(prompts)
+    # the modules compute long prompts in chunks
+    weights = prepared(model, sampling.precision) if sum(map(len, prompts)) <= CHUNK_TOKENS else None
+    if weights is not None:
+        _Group(Rows(weights, prompts, count, capacity), sampling, numbers, talks, device).sample()
+        return
+    for begin, prompt in zip(range(0, len(talks), count), prompts):
+        with module_rows(model, prompt, count, capacity, sampling.precision) as rows:
+            _Group(rows, sampling, numbers.part(begin, count), talks[begin:begin + count], device).sample()
 
-    Autocast keeps what it converts from leaves that require gradients, and converts other weights for every product.
-    """
-    frozen = [parameter for parameter in model.parameters()
-              if parameter.is_floating_point() and not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+
+class Batch(Protocol):
+    """Rows of a batch, all at one position, whose tokens a model computes: `Rows` or `ModuleRows`."""
+
+    logits: torch.Tensor
+    """Logits behind the newest token of each row, fp32 [n, V]."""
+
+    def step(self, tokens: torch.Tensor) -> None:
+        """Compute more tokens of each row, int64 [n, L]."""
+        ...
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Continue with some of the rows, int64 indices."""
+        ...
 
 
 class _Group:
-    """A group that is being sampled: rows of one batch, all at the same position.
+    """A group that is being sampled.
 
     Args:
-        model: a whole decoder, whose keys `cache` keeps.
-        cache: empty.
-        prompt: see `sample_group`, also for the next four.
-        samples: indices.
+        batch: a row for each answer, behind the prompt.
         sampling: how to sample.
-        key: of the numbers.
-        stream: of the numbers.
-        talks: the answers, one for each sample.
+        numbers: decide on the tokens.
+        talks: the answers.
+        device: of the batch.
     """
 
-    def __init__(self, model: Decoder, cache: Cache, prompt: Sequence[int], samples: Sequence[int],
-                 sampling: Sampling, key: int, stream: int, talks: Sequence[Conversation]) -> None:
-        self._model, self._cache, self._samples, self._sampling = model, cache, list(samples), sampling
-        self._key, self._stream, self._device = key, stream, next(model.parameters()).device
-        self._position = len(prompt)
-        self._talks = talks
-        self._rows = list(range(len(samples)))  # the answer of each row of the batch; rows beyond them are padding
-        self._logits = self._prefilled(prompt)
+    def __init__(self, batch: Batch, sampling: Sampling, numbers: Numbers, talks: Sequence[Conversation],
+                 device: torch.device) -> None:
+        self._batch, self._sampling, self._numbers, self._talks = batch, sampling, numbers, talks
+        self._device = device
+        self._rows = list(range(len(talks)))  # the answer of each row of the batch
 
-    def step(self) -> bool:
-        """Append a token to each answer that goes on, or several if its partner writes to all of them.
+    def sample(self) -> None:
+        """Append tokens to the answers until they are over."""
+        while True:
+            self._append()
+            going = [row for row, answer in enumerate(self._rows) if not self._talks[answer].over]
+            if not going:
+                return
+            if len(going) <= len(self._rows) // 2:  # leave out ended answers
+                self._batch.select(torch.tensor(going, device=self._device))
+                self._rows = [self._rows[row] for row in going]
+            self._batch.step(torch.tensor(self._newest(), device=self._device))
 
-        Returns:
-            Whether any goes on behind it.
-        """
-        self._append()
-        if all(self._talks[answer].over for answer in self._rows):
-            return False
-        self._drop_ended()
+    def _newest(self) -> list[list[int]]:
+        """Return the tokens that each row computes next: the newest, and what partners write to all behind it."""
         going = [self._talks[answer] for answer in self._rows if not self._talks[answer].over]
         written = min(talk.num_written for talk in going)
         for talk in going:
             for _ in range(written):
                 talk.write()
-        self._logits = self._decoded([self._talks[answer].tokens[-1 - written:] for answer in self._rows])
-        return True
-
-    def _prefilled(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Compute the prompt once, for all rows; return the logits behind it, fp32 [rows, V]."""
-        missing = max(0, EXACT_ROWS - len(prompt))
-        tokens = torch.tensor([[*prompt, *[prompt[-1]] * missing]], device=self._device)
-        positions = torch.arange(tokens.shape[1], device=self._device)[None]
-        if missing:
-            logits = self._model(tokens, positions, torch.zeros_like(tokens))[:, len(prompt) - 1].float()
-        else:
-            logits = prefill(self._model, tokens, 0)
-        self._cache.cut(len(prompt))
-        self._cache.repeat(self._padded(len(self._rows)))
-        return logits.expand(len(self._rows), -1)
-
-    def _decoded(self, tokens: list[list[int]]) -> torch.Tensor:
-        """Compute tokens for each row, as many for all; return the logits behind them, fp32 [rows, V]."""
-        missing = self._padded(len(tokens)) - len(tokens)
-        length = max(map(len, tokens))
-        known = [[*[row[-1]] * (length - len(row)), *row] for row in tokens]  # an ended answer may have fewer
-        batch = torch.tensor([*known, *[known[0]] * missing], device=self._device)
-        begin, self._position = self._position, self._position + length
-        return prefill(self._model, batch, begin)[:len(tokens)]
-
-    def _padded(self, rows: int) -> int:
-        return max(rows, EXACT_ROWS) if self._model.config.attention == "exact" else rows
+        tokens = []
+        for answer in self._rows:
+            row = self._talks[answer].tokens[-1 - written:]
+            tokens.append([*[row[-1]] * (1 + written - len(row)), *row])  # an ended answer may have fewer
+        return tokens
 
     def _append(self) -> None:
         """Append a token to the answer of each row that goes on: the partner's next one, or one that is drawn."""
-        going = [row for row, answer in enumerate(self._rows) if not self._talks[answer].over]
-        written = [row for row in going if self._talks[self._rows[row]].next_written is not None]
-        asked = [row for row in going if row not in written]
-        for row in written:
-            self._talks[self._rows[row]].write()
+        asked = []
+        for row, answer in enumerate(self._rows):
+            talk = self._talks[answer]
+            if talk.over:
+                continue
+            if talk.next_written is None:
+                asked.append(row)
+            else:
+                talk.write()
         if not asked:
             return
-        ids = [self._samples[self._rows[row]] for row in asked]
-        numbers = uniforms(self._key, self._stream, ids, [self._talks[self._rows[row]].place for row in asked])
-        tokens, values = choose(self._logits[asked], numbers, self._sampling)
-        for row, token, value in zip(asked, tokens, values):
-            self._talks[self._rows[row]].add(token, value)
-
-    def _drop_ended(self) -> None:
-        """Leave out ended answers once they are half of the rows."""
-        going = [row for row, answer in enumerate(self._rows) if not self._talks[answer].over]
-        if len(going) > len(self._rows) // 2 or self._padded(len(going)) == self._padded(len(self._rows)):
-            return
-        rows = going + [going[0]] * (self._padded(len(going)) - len(going))
-        self._cache.select(torch.tensor(rows, device=self._device))
-        self._rows = [self._rows[row] for row in going]
+        answers = [self._rows[row] for row in asked]
+        numbers = self._numbers.of(answers, [self._talks[answer].place for answer in answers])
+        logits = self._batch.logits if len(asked) == len(self._rows) else self._batch.logits[asked]
+        for answer, token, value in zip(answers, *choose(logits, numbers, self._sampling)):
+            self._talks[answer].add(token, value)
 
 
 def choose(logits: torch.Tensor, numbers: np.ndarray, sampling: Sampling) -> tuple[list[int], list[float]]:
@@ -226,8 +245,9 @@ def choose(logits: torch.Tensor, numbers: np.ndarray, sampling: Sampling) -> tup
         weights = every.double().exp().cpu().numpy()
         _restrict(weights, sampling.top_k, sampling.top_p)
         sums = np.cumsum(weights, axis=-1)
-        found = (sums <= (numbers * sums[:, -1])[:, None]).sum(axis=-1)
-        tokens = torch.from_numpy(found).to(logits.device)
+        limits = numbers * sums[:, -1]
+        found = [row.searchsorted(limit, side="right") for row, limit in zip(sums, limits)]
+        tokens = torch.tensor(found, device=logits.device)
     values = every.gather(1, tokens[:, None])[:, 0]
     return tokens.tolist(), values.tolist()
 

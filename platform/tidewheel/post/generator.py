@@ -10,11 +10,11 @@ from typing import Any
 
 from tidewheel import storage
 from tidewheel.engines.serving.base import EngineLost, EngineUse, RunningEngine
+from tidewheel.inference.passes import Beat, PassCounter
 from tidewheel.parts import Code, is_own, name_of
 from tidewheel.post import policy, token_scores
 from tidewheel.post.fetching import Fetched, Fetcher
 from tidewheel.post.groups import Group, Job, Judge, lost, make_group
-from tidewheel.post.health import Beat, PassCounter
 from tidewheel.post.policy import Version
 from tidewheel.post.waiting import patiently
 from tidewheel.rewards.scoring.process import RewardProcess

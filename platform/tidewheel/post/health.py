@@ -12,12 +12,10 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from tidewheel.inference.passes import Beat
 from tidewheel.post.groups import Job
-
-if TYPE_CHECKING:
-    import torch
 
 USUAL = 64
 """Groups whose time tells what is usual."""
@@ -25,35 +23,6 @@ SLOW = 2.0
 """A group that takes this many times the median is given to an idle generator, too."""
 ASKED_IN_STALL = 8
 """Calls in the time without progress after which a generator is ended."""
-
-
-class Beat(NamedTuple):
-    """What a generator says of its work."""
-
-    passes: int
-    """Passes of its model, begun since it started."""
-    computes: bool
-    """Whether the last one goes on."""
-
-
-class PassCounter:
-    """Counts the passes of a model.
-
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.beat = Beat(0, False)
-        """Replaced as a whole: other threads may read it."""
-        model.register_forward_pre_hook(self._begins)
-        model.register_forward_hook(self._ends, always_call=True)
-
-    def _begins(self, *_: Any) -> None:
-        self.beat = Beat(self.beat.passes + 1, True)
-
-    def _ends(self, *_: Any) -> None:
-        self.beat = Beat(self.beat.passes, False)
 
 
 @dataclass

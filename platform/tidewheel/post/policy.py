@@ -17,6 +17,7 @@ from tidewheel.errors import CheckpointError, StorageAwayError, StorageError
 from tidewheel.models.decoder import VALUE_HEAD, Decoder
 from tidewheel.models.family import Model
 from tidewheel.models.huggingface import weight_shapes
+from tidewheel.shards import notices
 from tidewheel.shards.manifest import Fields
 from tidewheel.storage import Stamp, Store, content_hash
 from tidewheel.train.policy.publishing import FOLDER, FORMAT, head_key
@@ -105,11 +106,12 @@ def wait_for(run: Store, number: int, stages: int, *, poll: float, ended: thread
         ended: ends the wait.
     """
     while not ended.is_set():
+        told = notices.told(run.uri)
         with contextlib.suppress(StorageAwayError):
             found = published(run, number, stages)
             if found is not None:
                 return found
-        ended.wait(poll)
+        notices.wait(run.uri, poll, told)
     return None
 
 
@@ -165,9 +167,7 @@ def tensors_of(files: Sequence[bytes], version: Version, shapes: Mapping[str, to
             values |= safetensors.torch.load(data)
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"no weights: {error}", where=f"{where}/{file.whole.key}", fix=REMAKE) from None
-    if shapes != {name: value.shape for name, value in values.items()}:
-        raise CheckpointError("the weights are of another model than the run's",
-                              where=f"{where}/{version.files[0].whole.key}", fix="start a new run with another run.id")
+    check(values, version, shapes, where)
     return values
 
 
@@ -190,6 +190,13 @@ def whole_weights(files: Sequence[bytes], version: Version, config: Model, vocab
     head = {VALUE_HEAD: torch.Size((1, config.dim))} if values else {}
     tensors = tensors_of(files, version, {**shapes, **head}, where)
     return Weights(version.digest, {name: tensor for name, tensor in tensors.items() if name in shapes})
+
+
+def check(values: Mapping[str, torch.Tensor], version: Version, shapes: Mapping[str, torch.Size], where: str) -> None:
+    """Raise CheckpointError if tensors are not those of a model of these shapes; see `put`."""
+    if {**shapes} != {name: value.shape for name, value in values.items()}:
+        raise CheckpointError("the weights are of another model than the run's",
+                              where=f"{where}/{version.files[0].whole.key}", fix="start a new run with another run.id")
 
 
 def empty(config: Model, vocabulary_size: int, device: torch.device | str = "cpu", *, values: bool = False) -> Decoder:

@@ -18,6 +18,8 @@ from tidewheel.train.config import TrainConfig
 
 SHOWN = 5
 """Records that an error names."""
+BLOCK = 1024
+"""Positions whose prompts are found together: of one alone, most of the time is that of calls."""
 _KEYS = ("prompt", "reference", "id")
 _SALT = 0x50524F4D
 """Tells the order of prompts from that of shards."""
@@ -47,11 +49,16 @@ class Prompts:
     def __init__(self, prompts: list[Prompt], hash: str, seed: int) -> None:
         self.prompts, self.hash = prompts, hash
         self._order = Order([len(prompts)], hash64(seed ^ _SALT))
+        self._rows: tuple[int, list[int]] = (0, [])  # of the block of positions that was asked for last
 
     def at(self, position: int) -> Prompt:
         """Return the prompt at a position, which counts through all epochs from 0."""
-        _, rows = self._order.locate(np.array([position], dtype=np.int64))
-        return self.prompts[int(rows[0])]
+        first, rows = self._rows
+        if not first <= position < first + len(rows):
+            first = position - position % BLOCK
+            rows = self._order.locate(np.arange(first, first + BLOCK))[1].tolist()
+            self._rows = first, rows
+        return self.prompts[rows[position - first]]
 
     def epoch(self, position: int) -> int:
         """Return the epoch of a position."""

@@ -25,10 +25,12 @@ from tidewheel.post.prompts import Prompts, prompts_of
 from tidewheel.post.recorded import RecordedCollector
 from tidewheel.post.replay import check_replay
 from tidewheel.post.scaling import Scaling, Training
+from tidewheel.shards import notices
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
 from tidewheel.storage import content_hash
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.growth import FAILED
+from tidewheel.train.policy import resident
 from tidewheel.train.record import recorded_source
 from tidewheel.train.run import Run
 
@@ -107,6 +109,7 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     training = Training(run.store, config.parallel.pipeline, config.rollouts.wave_steps)
 
     def on_step(entry: StepEntry, groups: list[Group], seconds: float) -> None:
+        notices.tell(folder.uri)
         record("step", **figures(entry, groups, seconds))
         if scaling is not None and isinstance(pool, RayPool):
             before, ahead = scaling.processes, training.ahead(entry.step)
@@ -118,9 +121,12 @@ def making_rollouts(run: Run, make_pool: MakePool) -> Iterator[None]:
     thread = threading.Thread(target=_collect, args=(collector, run, ended), name="rollouts", daemon=True)
     thread.start()
     try:
-        yield
+        with notices.promised(folder.uri):
+            yield
     finally:
+        resident.drop(run.store.uri)
         ended.set()
+        notices.tell(run.store.uri)
         thread.join(JOIN_SECONDS)
         pool.close()
         log.close()
@@ -164,7 +170,9 @@ def _collect(collector: Collector, run: Run, ended: threading.Event) -> None:
                    "fix": error.fix if isinstance(error, TidewheelError) else "see the log of the driver",
                    "traceback": "" if known else traceback.format_exc()}
         try:
-            storage.store(run.config.data.uri).write_json(FAILED, failure)
+            folder = storage.store(run.config.data.uri)
+            folder.write_json(FAILED, failure)
+            notices.tell(folder.uri)
         except StorageError as again:  # training gives up by itself after `data.wait_seconds`
             logger.error("training cannot be told: %s", again)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from tidewheel.errors import ShardError, StorageAwayError
+from tidewheel.shards import notices
 from tidewheel.shards.growing import Growing, take_in
 from tidewheel.shards.source import Source
 from tidewheel.storage import is_remote, store
@@ -49,6 +50,8 @@ class Growth:
         often = config.rollouts is not None and not is_remote(config.data.uri)
         poll = ROLLOUT_POLL_SECONDS if often else POLL_SECONDS
         self._poll = min(poll, config.guards.collective_timeout_seconds / 4)
+        self._folder = store(source.domains[0].uri)
+        self._told = 0
         self._since: float | None = None  # start of the present wait
         self._began = 0.0
         self._in_waves = bool(source.manifest.waves or source.manifest.to_come)
@@ -94,9 +97,10 @@ class Growth:
         grown = b""
         if self._collectives.rank == 0:
             if self._since is not None:
-                time.sleep(self._poll)
+                notices.wait(self._folder.uri, self._poll, self._told)
+            self._told = notices.told(self._folder.uri)
             try:
-                self._seen = take_in(store(self._source.domains[0].uri), self._seen)
+                self._seen = take_in(self._folder, self._seen)
                 self._check_writer()
             except StorageAwayError:  # retry, as for a wave that does not exist yet
                 if self._waited() > self._config.data.wait_seconds:
@@ -123,7 +127,7 @@ class Growth:
         """Raise the error that rollouts have ended with."""
         if self._config.rollouts is None or self._since is None:
             return
-        folder = store(self._source.domains[0].uri)
+        folder = self._folder
         if folder.exists(FAILED):
             failure = folder.read_json(FAILED)
             raise ShardError(f"the rollouts have ended: {failure['error']}", where=folder.uri, fix=failure["fix"])

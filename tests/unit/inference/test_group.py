@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import ORACLES, imported
 from tidewheel.inference import prefill
+from tidewheel.inference.decoding import released
 from tidewheel.inference.draws import philox, uniforms
 from tidewheel.inference.group import Answer, Sampling, choose, sample_group
 from tidewheel.models import families
@@ -93,14 +94,19 @@ def test_a_group_converts_each_weight_to_16_bits_once(decoder: Decoder):
         count = 0
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is torch.ops.aten._to_copy.default and args[0].shape in matrices:
-                self.count += kwargs["dtype"] == torch.bfloat16
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16 and result.shape in matrices:
+                self.count += isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float32
+            return result
 
+    released(decoder)
     with Conversions() as conversions:
         answers = group_of(decoder, range(3), "bf16")
     assert max(len(answer.tokens) for answer in answers) > 3
     assert 0 < conversions.count <= len([*decoder.parameters()])
+    with Conversions() as conversions:
+        assert group_of(decoder, range(3), "bf16") == answers
+    assert not conversions.count
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
 
 

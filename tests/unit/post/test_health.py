@@ -12,8 +12,9 @@ import torch
 from tests.unit.post.runs import InlinePool, rollout_run
 from tests.unit.post.stand_in_ray import Actor, Seconds, StandInRay
 from tidewheel.elastic import trainer
+from tidewheel.inference.passes import Beat, PassCounter
 from tidewheel.post.groups import LOST, Group, Job
-from tidewheel.post.health import Beat, Lease, Pace, PassCounter
+from tidewheel.post.health import Lease, Pace
 from tidewheel.post.policy import Version
 from tidewheel.post.pool import RayPool
 from tidewheel.post.prompts import Prompt

@@ -10,7 +10,7 @@ from pydantic import Field
 from tidewheel import environments, rewards, storage
 from tidewheel.config import Config
 from tidewheel.engines import DEFAULT as ENGINE
-from tidewheel.engines import ChosenEngine
+from tidewheel.engines import ChosenEngine, Native
 from tidewheel.environments.episode.base import Environment
 from tidewheel.parts import Chosen
 from tidewheel.placement import PlacementConfig
@@ -42,12 +42,18 @@ class GeneratorsConfig(Config):
     """A group that has ended this many processes, or used up their leases, is dropped."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes that they run on, spot nodes for example."""
+    colocated: bool = False
+    """Sample in the process that trains, with its own weights, in turns: for training without Ray. Memory of sampling
+    is given back before each step."""
 
     @pydantic.model_validator(mode="after")
     def _bounds(self) -> GeneratorsConfig:
         if self.min_processes > self.processes:
             raise ValueError(f"min_processes {self.min_processes} is above processes {self.processes}; nearest legal "
                              f"choice: {self.processes}")
+        if self.colocated and (self.processes > 1 or self.gpus):
+            raise ValueError("colocated samples in the process that trains, so it has no other processes and no GPUs; "
+                             "leave out processes, min_processes and gpus")
         return self
 
 
@@ -158,6 +164,11 @@ class RolloutsConfig(Config):
         if self.overlong.buffer_tokens > self.answer_tokens:
             raise ValueError(f"overlong.buffer_tokens {self.overlong.buffer_tokens} is more than answer_tokens "
                              f"{self.answer_tokens}; nearest legal choice: {self.answer_tokens // 4}")
+        if self.generators.colocated and (self.look_ahead or self.schedule != "in_order"):
+            raise ValueError("generators.colocated takes turns with training, so schedule is in_order and look_ahead "
+                             "is 0")
+        if self.generators.colocated and not isinstance(self.engine, Native):
+            raise ValueError("generators.colocated samples with the weights that train, so engine.kind is native")
         if self.reward is None and self.environment is None:
             raise ValueError("reward: what judges the answers? Name a reward, or an environment that gives rewards")
         return self

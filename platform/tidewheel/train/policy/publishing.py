@@ -15,11 +15,12 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
+from tidewheel.shards import notices
 from tidewheel.storage import Store, content_hash
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.parallel.mesh import DIMS
-from tidewheel.train.policy import deltas
+from tidewheel.train.policy import deltas, resident
 
 FOLDER = "policies"
 FORMAT = 1
@@ -95,6 +96,15 @@ class Publishing:
                              "delta": delta}
         self._store.write_json(head_key(step, self._stage, self._stages), self._heads[step])
         self._remove(self._heads, self._rollouts.version_for(step + 1))
+        if self._rollouts.generators.colocated and not self._rounds and self._stages == 1:
+            self._hold(digest)
+        notices.tell(self._store.uri)
+
+    def _hold(self, digest: str) -> None:
+        """Offer the tensors that train to a generator in this process, if they are whole and in its memory."""
+        own = dict((*self._model.named_parameters(), *self._model.named_buffers()))
+        if all(not isinstance(value, DTensor) and value.device.type == "cpu" for value in own.values()):
+            resident.hold(self._store.uri, digest, own)
 
     def _write_delta(self, data: bytes, digest: str) -> dict[str, Any] | None:
         """Write what leads from the last version's file to this one; return its entry in the head, None if none."""
