@@ -23,7 +23,7 @@ STEPS = 60
 
 
 def script(folder: Path, **changes) -> Path:
-    """Write shards and the script of a run of 60 steps on two nodes of one CPU, which checks nothing but its end."""
+    """Write shards, and the script of a run of 60 steps on two nodes of one CPU."""
     write_shards(folder / "shards")
     write_shards(folder / "validation", shards=1, seed=1)
     settings = config(folder, "run", f"steps={STEPS}", "elastic.min_workers=2", "checkpoint.every_steps=20",

@@ -32,8 +32,10 @@ export TIDEWHEEL_START="$start" TIDEWHEEL_STATE_FOLDER="$state" TIDEWHEEL_INTERF
 cat > "$state/node.sh" <<'TIDEWHEEL_NODE'
 set -euo pipefail
 state="$TIDEWHEEL_STATE_FOLDER"
-if [ "$SLURM_JOB_NUM_NODES" -eq 1 ]; then
+if [ "$SLURM_JOB_NUM_NODES" -eq 1 ] && [ "$TIDEWHEEL_START" = symmetric-run ]; then
     address=127.0.0.1
+elif [ "$SLURM_JOB_NUM_NODES" -eq 1 ]; then
+    address=127.0.0.2 # a driver takes 127.0.0.1 for the outside address of the machine
 elif [ -n "$TIDEWHEEL_INTERFACE" ]; then
     address="$(ip -4 -o address show dev "$TIDEWHEEL_INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }')"
 else

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,8 +53,9 @@ def lint(text: str, folder: Path) -> None:
     file = folder / "script.sh"
     file.write_text(text)
     subprocess.run(["bash", "-n", str(file)], check=True)
-    if shutil.which("shellcheck"):
-        checked = subprocess.run(["shellcheck", "--shell", "bash", str(file)], capture_output=True, text=True)
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program:
+        checked = subprocess.run([program, "--shell", "bash", str(file)], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout
 
 

@@ -157,9 +157,14 @@ def test_documents_may_be_ignored_knowingly(folder):
 def test_flops_are_told_or_there_is_no_mfu():
     from tidewheel.train.metrics.meter import Meter
 
-    assert own_modules.Tiny().flops_per_token(28, 16) == 0
-    assert own_modules.Tiny(training_flops_per_token=120.0).flops_per_token(28, 16) == 120
-    assert "flops_per_token" in Meter.__dataclass_fields__
+    def mfu(model: own_modules.Tiny) -> float | None:
+        meter = Meter(1, 1, 1, torch.device("cpu"), model.flops_per_token(28, 16), peak=1000.0)
+        line = meter.step(1, tokens=5, seconds=1.0, waited=0.0)
+        assert line is not None
+        return line.get("mfu")
+
+    assert mfu(own_modules.Tiny()) is None
+    assert mfu(own_modules.Tiny(training_flops_per_token=120.0)) == pytest.approx(0.6)
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ class Meter:
 
     MFU = tokens/s x FLOPs per token / (peak of one device x devices), with `Model.flops_per_token` (6 N + 12
     layers x heads x head width x L: full attention, without recomputation) and the dense bf16 peak of
-    `gpu_peaks`. A device with an unknown peak has no MFU.
+    `gpu_peaks`. A device with an unknown peak and a model with unknown FLOPs have no MFU.
     """
 
     every_steps: int
