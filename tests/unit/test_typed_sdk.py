@@ -79,7 +79,7 @@ tw.Train("a.yaml", optimiser={"learning_rate": 1e-3})  # wrong
 tw.Train("a.yaml", steps="many")  # wrong
 tw.Train("a.yaml", optimizer=tw.schedules.WSD())  # wrong
 tw.optimizers.AdamW(learning_rat=1e-3)  # wrong
-tw.optimizers.Adam()  # wrong
+tw.optimizers.Adamm()  # wrong
 tw.filters.gopher_quality(min_wordz=50)  # wrong
 tw.filters.gopher_quality(min_words="many")  # wrong
 tw.filters.classifier()  # wrong

@@ -167,7 +167,13 @@ class TieredCheckpoints:
 
     # -- both ----------------------------------------------------------------------------------
     def load_branch(self, uri: str, step: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Fill the tensors of `state` in place from another run's checkpoint; see `CheckpointManager.load_branch`."""
+        """Fill the tensors of `state` in place from another run's checkpoint; see `CheckpointManager.load_branch`.
+
+        Args:
+            uri: the other run.
+            step: of the checkpoint.
+            state: tensors by name.
+        """
         return self._saved.load_branch(uri, step, state)
 
     def load_latest(self, state: dict[str, Any],

@@ -93,7 +93,13 @@ class Checkpointer(Protocol):
         """Fill the tensors from the newest checkpoint in storage, and drop newer ones in memory: the run rolls back."""
 
     def load_branch(self, uri: str, step: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Fill the tensors in place from the checkpoint of `step` of the run `uri`; return its `extra`."""
+        """Fill the tensors in place from a checkpoint of another run, which is only read; return its `extra`.
+
+        Args:
+            uri: the other run.
+            step: of the checkpoint.
+            state: the tensors.
+        """
 
     def load_from(self, uri: str, state: dict[str, Any], head: str = "") -> Loaded:
         """Fill the tensors in place from a checkpoint of another run, and return which one it was.
