@@ -48,7 +48,13 @@ def prefill(model: Decoder, tokens: torch.Tensor, begin: int) -> torch.Tensor:
 
 
 def chunks(length: int, size: int, least: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of chunks of `size` tokens; the last one has at least `least` if `length` has."""
+    """Yield the bounds [begin, end) of chunks.
+
+    Args:
+        length: tokens of all chunks.
+        size: tokens of a chunk but the last one.
+        least: fewest tokens of the last one, unless `length` is less: what is left over is then part of it.
+    """
     first = 0
     while first < length:
         end = first + size if length - first - size >= least else length
