@@ -394,7 +394,14 @@ _FOUND: dict[Any, Way] = {}
 
 
 def single(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int) -> torch.Tensor:
-    """Attend, with the queries that share a key head as the rows of a product; see `Way`."""
+    """Attend, with the queries that share a key head as the rows of a product.
+
+    Args:
+        q: scaled queries [n, H, E].
+        keys: [n, K, E, L].
+        values: [n, K, L, E].
+        seen: number of keys that are seen.
+    """
     count, heads, width = q.shape
     kv_heads, shown = keys.shape[1], keys.shape[3]
     scores = torch.bmm(q.view(count * kv_heads, -1, width), keys.flatten(0, 1)).float()
@@ -405,13 +412,27 @@ def single(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int)
 
 
 def doubled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int) -> torch.Tensor:
-    """Attend with each query twice, for products that need two rows; see `Way`."""
+    """Attend with each query twice, for products that need two rows.
+
+    Args:
+        q: scaled queries [n, H, E].
+        keys: [n, K, E, L].
+        values: [n, K, L, E].
+        seen: number of keys that are seen.
+    """
     count, heads, width = q.shape
     twice = q[:, :, None].expand(-1, -1, 2, -1).reshape(count, 2 * heads, width)
     return single(twice, keys, values, seen).view(count, heads, 2, width)[:, :, 0]
 
 
 def padded(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int) -> torch.Tensor:
-    """Attend as the modules do; see `Way`."""
+    """Attend as the modules do.
+
+    Args:
+        q: scaled queries [n, H, E].
+        keys: [n, K, E, L].
+        values: [n, K, L, E].
+        seen: number of keys that are seen.
+    """
     dense = (torch.arange(keys.shape[3]) < seen)[None, None, None]
     return exact(q[:, :, None], keys.transpose(2, 3).contiguous(), values.contiguous(), dense, 1.0).flatten(1, 2)

@@ -153,7 +153,14 @@ def put(files: Sequence[bytes], version: Version, model: Decoder, where: str) ->
 
 
 def check(values: Mapping[str, torch.Tensor], version: Version, model: Decoder, where: str) -> None:
-    """Raise CheckpointError if tensors are not those of a decoder; see `put`."""
+    """Raise CheckpointError if tensors are not those of a decoder.
+
+    Args:
+        values: by name.
+        version: see `put`.
+        model: see `put`.
+        where: see `put`.
+    """
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     if own != {name: tuple(value.shape) for name, value in values.items()}:
         raise CheckpointError("the weights are of another model than the run's",
