@@ -8,8 +8,8 @@ format, with the same prompts, rewards, groups (16 of 8 answers a step), steps, 
 
 `accuracy` is the probability that the model answers a held-out sum right at temperature 1, computed from its logits.
 `seconds` are of the whole training. Both sides sample in the process that trains (`rollouts.generators.colocated`), and
-processor seconds are those of this process. The exit code is 1 unless, over the seeds, the 95 % intervals before and after do
-not meet, and the paired difference to TRL is not below 0 with its whole interval.
+processor seconds are those of this process. The exit code is 1 unless, over the seeds, the 95 % intervals before and
+after do not meet, and the paired difference to TRL is not below 0 with its whole interval.
 """
 
 from __future__ import annotations
