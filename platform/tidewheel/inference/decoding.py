@@ -5,7 +5,8 @@ weights, padding. `Weights` holds what one version of a model needs for all grou
 the rows of one group, keys transposed, so that the products of a single query need no padding.
 
 The numbers are those of the modules, and with exact attention their bits: each step of the arithmetic is the same, and
-products are computed in a way that was found to have the bits of training (`inference.matrices`, `_attends`).
+products are computed in a way that was found to have the bits of training (`inference.matrices`,
+`inference.single_queries`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tidewheel.inference.matrices import Matrix, cancelling
+from tidewheel.inference.matrices import Matrix
 from tidewheel.inference.passes import counted
+from tidewheel.inference.single_queries import Way, attention_for, filled, single
 from tidewheel.models.attention import document_attention, document_mask
-from tidewheel.models.attention_backends import EXACT_KEYS, EXACT_ROWS, HIDDEN, exact
 from tidewheel.models.blocks import Attention, Block, GatedFeedForward, Mlp, RMSNorm, ZeroCentredRMSNorm
 from tidewheel.models.config import Rope
 from tidewheel.models.decoder import Decoder
@@ -211,7 +211,7 @@ class Rows:
     """
 
     def __init__(self, weights: Weights, prompts: Sequence[Sequence[int]], rows: int, capacity: int) -> None:
-        self._weights, self._count, self._capacity = weights, rows, _filled(capacity)
+        self._weights, self._count, self._capacity = weights, rows, filled(capacity)
         self._tables = weights.turns(self._capacity)
         self._keys: list[torch.Tensor] = []  # [n, K, E, capacity] for each layer
         self._values: list[torch.Tensor] = []  # [n, K, capacity, E]
@@ -271,7 +271,7 @@ class Rows:
         every_key, every_value = self._keys[layer.index], self._values[layer.index]
         every_key.select(3, self._length - 1).copy_(k)
         every_value.select(2, self._length - 1).copy_(v)
-        shown = _filled(self._length)
+        shown = filled(self._length)
         keys, values = every_key.narrow(3, 0, shown), every_value.narrow(2, 0, shown)
         if self._way_for != (len(q), shown):
             self._way = attention_for(q, keys, self._weights.exact)
@@ -344,78 +344,3 @@ class Rows:
 def _turns(table: RopeTable) -> Turns:
     cos, sin = table.cos[0, 0, :, None], table.sin[0, 0, :, None]
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def _filled(length: int) -> int:
-    """Return the number of keys that exact attention takes for a number of tokens."""
-    return -(-length // EXACT_KEYS) * EXACT_KEYS
-
-
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""From (scaled q [n, H, E], k [n, K, E, L], v [n, K, L, E], number of keys that are seen) to [n, H, E]."""
-
-
-def attention_for(q: torch.Tensor, keys: torch.Tensor, is_exact: bool) -> Way:
-    """Return the fastest attention for these shapes; if it must be exact, one that was found to have those bits.
-
-    Args:
-        q: [n, H, E].
-        keys: [n, K, E, L].
-        is_exact: whether the bits must be those of `exact`.
-    """
-    if not is_exact:
-        return single
-    shape = (*q.shape, *keys.shape, q.dtype, torch.get_num_threads())
-    if shape not in _FOUND:
-        ways: dict[int, Way] = {1: single, 2: doubled} if q.shape[1] == keys.shape[1] else {1: single}
-        same = [way for times, way in ways.items() if _is_exact(q, keys, times)]
-        _FOUND[shape] = same[0] if same else padded
-    return _FOUND[shape]
-
-
-def _is_exact(q: torch.Tensor, keys: torch.Tensor, times: int) -> bool:
-    """Return whether both products of attention have the bits of `exact` if a key head has all its queries `times`.
-
-    Args:
-        q: [n, H, E], only its shape and dtype count.
-        keys: [n, K, E, L], only its shape counts.
-        times: how often each query is a row of the products.
-    """
-    products, width, length = keys.shape[0] * keys.shape[1], *keys.shape[2:]
-    queries = times * q.shape[1] // keys.shape[1]
-    many = max(queries, EXACT_ROWS)
-    for inputs, outputs, is_transposed in ((width, length, True), (length, width, False)):
-        x, other = cancelling(products * many, products * outputs, inputs, q.dtype)
-        x, other = x.view(products, many, inputs), other.view(products, outputs, inputs).transpose(1, 2)
-        expected = torch.bmm(x, other if is_transposed else other.contiguous())[:, :queries]
-        if not torch.equal(torch.bmm(x[:, :queries].contiguous(), other.contiguous()), expected):
-            return False
-    return True
-
-
-_FOUND: dict[Any, Way] = {}
-"""By shape: how this process attends."""
-
-
-def single(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int) -> torch.Tensor:
-    """Attend, with the queries that share a key head as the rows of a product; see `Way`."""
-    count, heads, width = q.shape
-    kv_heads, shown = keys.shape[1], keys.shape[3]
-    scores = torch.bmm(q.view(count * kv_heads, -1, width), keys.flatten(0, 1)).float()
-    if seen < shown:
-        scores[..., seen:].fill_(HIDDEN)
-    weights = scores.softmax(dim=-1).to(values.dtype)
-    return torch.bmm(weights, values.flatten(0, 1)).view(count, heads, width)
-
-
-def doubled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int) -> torch.Tensor:
-    """Attend with each query twice, for products that need two rows; see `Way`."""
-    count, heads, width = q.shape
-    twice = q[:, :, None].expand(-1, -1, 2, -1).reshape(count, 2 * heads, width)
-    return single(twice, keys, values, seen).view(count, heads, 2, width)[:, :, 0]
-
-
-def padded(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: int) -> torch.Tensor:
-    """Attend as the modules do; see `Way`."""
-    dense = (torch.arange(keys.shape[3]) < seen)[None, None, None]
-    return exact(q[:, :, None], keys.transpose(2, 3).contiguous(), values.contiguous(), dense, 1.0).flatten(1, 2)

@@ -16,11 +16,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tidewheel.inference import prefill
 from tidewheel.inference.conversation import Conversation, Partner
 from tidewheel.inference.decoding import Rows, prepared
 from tidewheel.inference.draws import Numbers
 from tidewheel.inference.module_rows import module_rows
-from tidewheel.inference.prefill import CHUNK_TOKENS
 from tidewheel.models.decoder import Decoder
 from tidewheel.train.precision import Precision
 
@@ -139,7 +139,7 @@ def _sample(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling
     device, capacity = next(model.parameters()).device, len(prompts[0]) + talks[0].most
     count = len(talks) // len(prompts)
     # the modules compute long prompts in chunks
-    weights = prepared(model, sampling.precision) if sum(map(len, prompts)) <= CHUNK_TOKENS else None
+    weights = prepared(model, sampling.precision) if sum(map(len, prompts)) <= prefill.CHUNK_TOKENS else None
     if weights is not None:
         _Group(Rows(weights, prompts, count, capacity), sampling, numbers, talks, device).sample()
         return

@@ -87,11 +87,21 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: torch.Tensor
     scores = scores.view(rows, heads, queries + missing, -1).masked_fill(hidden, HIDDEN)
     weights = scores.softmax(dim=-1).to(v.dtype)
     weights = weights.view(rows * keys, -1, v.shape[1])
+    return weighted_sum(weights, v).view(rows, heads, queries + missing, v.shape[2])[:, :, :queries]
+
+
+def weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Add values in blocks of `EXACT_SUM` keys, one after the other; return [P, R, E].
+
+    Args:
+        weights: [P, R, L].
+        v: values [P, L, E].
+    """
     out = torch.bmm(weights[:, :, :EXACT_SUM], v[:, :EXACT_SUM])
     if v.shape[1] > EXACT_SUM:
         blocks = zip(weights.split(EXACT_SUM, dim=2)[1:], v.split(EXACT_SUM, dim=1)[1:])
         out = sum((torch.bmm(*block).float() for block in blocks), start=out.float()).to(v.dtype)
-    return out.view(rows, heads, queries + missing, v.shape[2])[:, :, :queries]
+    return out
 
 
 def _extended(x: torch.Tensor, zeros: int) -> torch.Tensor:

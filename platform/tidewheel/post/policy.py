@@ -193,7 +193,14 @@ def whole_weights(files: Sequence[bytes], version: Version, config: Model, vocab
 
 
 def check(values: Mapping[str, torch.Tensor], version: Version, shapes: Mapping[str, torch.Size], where: str) -> None:
-    """Raise CheckpointError if tensors are not those of a model of these shapes; see `put`."""
+    """Raise CheckpointError if tensors are not those of a model.
+
+    Args:
+        values: by name.
+        version: see `put`.
+        shapes: of the model's tensors.
+        where: see `put`.
+    """
     if {**shapes} != {name: value.shape for name, value in values.items()}:
         raise CheckpointError("the weights are of another model than the run's",
                               where=f"{where}/{version.files[0].whole.key}", fix="start a new run with another run.id")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,20 @@ def model_of(folder: Path, family: str, attention: str = "exact") -> Decoder:
 
 
 @torch.inference_mode()
-def logits_of(model: Decoder, rows: int, precision: Precision) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the logits behind the prompt and some tokens, as they are decoded and as the modules compute them."""
-    capacity = len(PROMPT) + TOKENS
+def logits_of(model: Decoder, rows: int, precision: Precision, prompt: Sequence[int] = PROMPT
+              ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the logits behind a prompt and some tokens, as they are decoded and as the modules compute them."""
+    capacity = len(prompt) + TOKENS
     weights = Weights.of(model, precision)
     assert weights is not None
-    decoded = Rows(weights, [PROMPT], rows, capacity)
+    decoded = Rows(weights, [prompt], rows, capacity)
     random = torch.Generator().manual_seed(rows)
-    with module_rows(model, PROMPT, rows, capacity, precision) as modules:
+    with module_rows(model, prompt, rows, capacity, precision) as modules:
         pairs = [(decoded.logits, modules.logits)]
         for _ in range(TOKENS - 1):
             tokens = torch.randint(0, model.vocabulary_size, (rows,), generator=random)
-            decoded.step(tokens)
-            modules.step(tokens)
+            decoded.step(tokens[:, None])
+            modules.step(tokens[:, None])
             pairs.append((decoded.logits, modules.logits))
     return pairs
 
@@ -56,6 +58,30 @@ def test_logits_have_the_bits_of_the_modules(tmp_path: Path, family: str):
     for precision in ("fp32", "bf16"):
         for rows in (1, 2, 5):
             assert all(torch.equal(ours, theirs) for ours, theirs in logits_of(model, rows, precision))
+
+
+def test_logits_have_the_bits_of_the_modules_in_long_contexts(tmp_path: Path):
+    """Values of more than 256 keys are added in blocks. The lengths leave no element of an activation over (`VECTORS`)."""
+    short = model_of(tmp_path, "llama")
+    model = Decoder(short.config.model_copy(update={"max_sequence_length": 600}), short.vocabulary_size)
+    model.load_state_dict(short.state_dict())
+    model.requires_grad_(False)
+    for precision in ("fp32", "bf16"):
+        for length in (252, 300, 508):
+            prompt = [(7 * index) % short.vocabulary_size for index in range(length)]
+            assert all(torch.equal(ours, theirs) for ours, theirs in logits_of(model, 3, precision, prompt))
+
+
+def test_several_tokens_of_a_row_are_computed_one_after_the_other(tmp_path: Path):
+    model = model_of(tmp_path, "qwen3")
+    weights = Weights.of(model, "fp32")
+    assert weights is not None
+    with torch.inference_mode():
+        together, alone = (Rows(weights, [PROMPT], 2, 20) for _ in range(2))
+        together.step(torch.tensor([[3, 4, 5], [6, 7, 8]]))
+        for column in ([3, 6], [4, 7], [5, 8]):
+            alone.step(torch.tensor(column)[:, None])
+        assert torch.equal(together.logits, alone.logits)
 
 
 def test_logits_without_exact_attention_are_near_those_of_the_modules(tmp_path: Path):

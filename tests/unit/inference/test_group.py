@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import ORACLES, imported
-from tidewheel.inference import prefill
+from tidewheel.inference import group, prefill
 from tidewheel.inference.decoding import released
 from tidewheel.inference.draws import philox, uniforms
 from tidewheel.inference.group import Answer, Sampling, choose, sample_group
@@ -198,12 +198,15 @@ def test_long_replies_are_computed_in_chunks_with_the_same_bits(decoder: Decoder
     longer = Decoder(decoder.config.model_copy(update={"max_sequence_length": 160}), 128).requires_grad_(False)
     longer.load_state_dict(decoder.state_dict())
     decoder = longer
+    without_modules = sampled(4096, Tool(20))
+    monkeypatch.setattr(group, "prepared", lambda *_: None)
     decoder.register_forward_pre_hook(lambda _, arguments: sizes.append(arguments[0].numel()))
     decoder.register_forward_hook(lambda _, arguments, result: outputs.append(result.numel()))
     alone = sampled(16, Tool(20))
     assert max(sizes) <= 16 + 15, "of the prompt: a chunk, and what is too little for another"
     assert max(outputs) <= 16 * 128, "logits of one token a row, or of as many as exact products need"
     passes = len(sizes)
+    assert alone == without_modules
     for chunk in (64, 4096):
         assert sampled(chunk, Tool(20)) == alone
         assert len(sizes) < passes
