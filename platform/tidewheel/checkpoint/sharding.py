@@ -39,7 +39,13 @@ class Box:
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def cut(self, dimension: int, pieces: int, index: int) -> Box:
-        """Return one of the pieces into which `torch.chunk` cuts the box; those behind the last row are empty."""
+        """Return one of the pieces into which `torch.chunk` cuts the box; those behind the last row are empty.
+
+        Args:
+            dimension: that is cut.
+            pieces: number of pieces.
+            index: of the piece to return.
+        """
         rows = self.sizes[dimension]
         most = -(-rows // pieces)
         first = min(index * most, rows)

@@ -49,7 +49,7 @@ class Vllm(ProcessEngine):
             return f"vLLM reads models in Hugging Face's format, and this one has none: {error.what}"
         return ""
 
-    def load_settings(self, use: EngineUse) -> dict[str, Any]:
+    def load_settings(self, use: EngineUse) -> dict[str, object]:
         """See `ProcessEngine`."""
         decoding = use.decoding
         arguments: dict[str, Any] = {

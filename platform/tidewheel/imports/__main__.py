@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from tidewheel.imports import TABLES
 from tidewheel.imports.table import Mapped, Meaningless, keys_of
 from tidewheel.imports.writing import markdown
@@ -28,4 +30,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())

@@ -57,6 +57,11 @@ def _sharding(source: Source) -> dict[str, Any]:
             "parallel.offload": True if offload else None}
 
 
+def _optimizer(source: Source) -> str | None:
+    kind = known_optimizer(source.get("optimizer.type"))
+    return "adam" if kind == "adamw" and source.get("optimizer.params.adam_w_mode") is False else kind
+
+
 def _joint(source: Source) -> dict[str, Any]:
     tensor = int(source.get("tensor_parallel.autotp_size", 0) or 1)
     gpus = None if source.gpus is None else max(1, source.gpus // tensor)
@@ -70,7 +75,7 @@ def _joint(source: Source) -> dict[str, Any]:
         **batch(global_size=size, micro=source.get("train_micro_batch_size_per_gpu"),
                 accumulation=source.get("gradient_accumulation_steps"), gpus=gpus, where="DeepSpeed"),
         **_sharding(source),
-        "optimizer.kind": known_optimizer(source.get("optimizer.type")),
+        "optimizer.kind": _optimizer(source),
         "optimizer.learning_rate": peak if source.get("optimizer.params.muon_lr") is None
         else source.get("optimizer.params.muon_lr"),
         "precision": "fp16" if fp16 else "bf16" if bf16 else _autocast(source),
@@ -99,7 +104,7 @@ TABLE = Table(
                     "not matter"),
         Meaningless("gradients are always added up over the micro-batches of a step", "managed_gradient_accumulation"),
         # optimizer
-        Mapped("optimizer.type", "optimizer.kind", optimizer, "Adam is AdamW, as DeepSpeed's adam_w_mode says"),
+        Mapped("optimizer.type", "optimizer.kind", optimizer, "Adam is AdamW unless adam_w_mode is false"),
         Mapped("optimizer.params.lr", "optimizer.learning_rate", joint=True),
         Mapped("optimizer.params.muon_lr", "optimizer.learning_rate", joint=True),
         Mapped("optimizer.params.betas", "optimizer.betas"),
@@ -109,8 +114,8 @@ TABLE = Table(
         Mapped("optimizer.params.momentum", "optimizer.momentum"),
         Mapped("optimizer.params.max_grad_norm", "optimizer.clip_norm", float),
         Mapped("gradient_clipping", "optimizer.clip_norm", float),
-        Missing("weight decay is decoupled (AdamW); L2 in the gradient is another optimizer",
-                "optimizer.params.adam_w_mode", off=(True, None)),
+        Mapped("optimizer.params.adam_w_mode", "optimizer.kind", {True: None, False: "adam"},
+               "false: the decay is L2 in the gradient", joint=True),
         Missing("AdamW corrects the bias", "optimizer.params.bias_correction", off=(True, None)),
         Missing("one learning rate for all parameters", "optimizer.params.adam_lr"),
         Missing("AMSGrad is not built in", "optimizer.params.amsgrad"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import LossConfig
@@ -157,7 +157,7 @@ class Objective(Part):
         return ""
 
     @classmethod
-    def settings_of_head(cls, kind: str) -> dict[str, Any] | None:
+    def settings_of_head(cls, kind: str) -> dict[str, str] | None:
         """Return the settings with which the head is of this `head_kind`; None: it never is."""
         return None
 

@@ -22,6 +22,7 @@ from tidewheel.imports.table import Mapped, Meaningless, keys_of
 from tidewheel.imports.writing import as_yaml
 from tidewheel.models import families
 from tidewheel.models.moe.family import MixtureFamily
+from tidewheel.parts import name_of
 from tidewheel.train.config import TrainConfig
 
 
@@ -153,6 +154,12 @@ def test_contradicting_batches_are_refused():
     text = json.dumps({"train_batch_size": 60, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4})
     with pytest.raises(ConfigError, match="60 sequences"):
         imported("deepspeed", text, gpus=8)
+
+
+def test_decay_in_the_gradient_is_another_optimizer(tmp_path):
+    for decoupled, kind in ((True, "adamw"), (False, "adam")):
+        text = json.dumps({"optimizer": {"type": "Adam", "params": {"lr": 0.001, "adam_w_mode": decoupled}}})
+        assert name_of(type(loaded(imported("deepspeed", text), tmp_path).optimizer)) == kind
 
 
 def test_stage_1_with_offload_is_sharded_further(tmp_path):

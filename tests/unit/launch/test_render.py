@@ -183,10 +183,10 @@ sleep 60 > /dev/null 2>&1 & wait
 def test_nodes_start_and_end_with_the_run(signal_name, code, requeued, tmp_path):
     """With stand-ins for `ray`, a head that listens and a node that joins, and for `tidewheel`."""
     environment = stand_ins.install(tmp_path / "bin")
-    programs = {"ray": """#!/bin/bash
+    programs = {"ray": f"""#!/bin/bash
 echo "$RAY_AUTH_MODE $(wc -c < "$RAY_AUTH_TOKEN_PATH") $(stat -c %a "$RAY_AUTH_TOKEN_PATH")" >> "$STAND_IN_LOG"
 echo "ray $*" >> "$STAND_IN_LOG"
-if [[ "$*" == *--head* ]]; then exec python -c "
+if [[ "$*" == *--head* ]]; then exec {sys.executable} -c "
 import socket, time
 server = socket.create_server(('127.0.0.2', 24243))
 while True: server.accept()"; fi

@@ -87,6 +87,7 @@ def half(settings: TrainConfig) -> None:
     train_here(settings.model_copy(update={"steps": 4}))
 
 
+@pytest.mark.long
 def test_any_number_of_workers_keeps_the_same_bits(folder: Path):
     """Two ranks with sharded parameters train half of the run, one process the rest."""
     both = (*BASE, AVERAGES, "schedule.kind=constant", "checkpoint.every_steps=4")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ from tidewheel.engines.serving.base import Completion, Engine, EngineLost, Engin
 from tidewheel.errors import ConfigError, RolloutError
 from tidewheel.parts import name_of
 from tidewheel.private_folders import hold, remove_abandoned
+
+logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 POLL_SECONDS = 0.5
@@ -56,7 +59,7 @@ class ProcessEngine(Engine):
     silence_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     """The process is ended if it samples and gives no sign of life for this time; its group is sampled again."""
 
-    def load_settings(self, use: EngineUse) -> dict[str, Any]:
+    def load_settings(self, use: EngineUse) -> dict[str, object]:
         """Return what `load` sends with the first version, as JSON values."""
         raise NotImplementedError
 
@@ -184,6 +187,7 @@ class ProcessRunning(RunningEngine):
             self._process = subprocess.Popen(
                 [*self._command, str(theirs.fileno())], env=dict(self._variables), stdin=subprocess.DEVNULL, stdout=log,
                 stderr=log, pass_fds=(theirs.fileno(),), start_new_session=True, cwd=self._folder)
+        logger.info("the process of %s is %d", self._name, self._process.pid)
         self._connection, self._received = ours, b""
         ours.settimeout(POLL_SECONDS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import pydantic
 from pydantic import Field
@@ -51,7 +51,7 @@ class RewardModel(PairObjective):
         return self.head
 
     @classmethod
-    def settings_of_head(cls, kind: str) -> dict[str, Any] | None:
+    def settings_of_head(cls, kind: str) -> dict[str, str] | None:
         return {"head": kind}
 
     @property

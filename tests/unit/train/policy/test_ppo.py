@@ -142,5 +142,6 @@ def test_every_layout_trains_the_value_head_alike():
     on_ranks(2, every_layout)
 
 
+@pytest.mark.long
 def test_every_number_of_ranks_has_the_same_bits():
     on_ranks(2, same_bits)

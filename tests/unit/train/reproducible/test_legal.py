@@ -12,8 +12,8 @@ from tidewheel.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(("values", "nearest"), [
-    ({"optimizer": {"kind": "muon"}}, "adamw"), ({"optimizer": {"kind": "adamw8bit"}}, "adamw"),
-    ({"optimizer": {"kind": "adafactor"}}, "adamw"), ({"precision": "fp8"}, "precision bf16"),
+    ({"optimizer": {"kind": "muon"}}, "adam, adamw,"), ({"optimizer": {"kind": "adamw8bit"}}, "adam, adamw,"),
+    ({"optimizer": {"kind": "adafactor"}}, "adam, adamw,"), ({"precision": "fp8"}, "precision bf16"),
     ({"parallel": {"reduce_dtype": "bf16"}}, "reduce_dtype fp32"),
     ({"parallel": {"pipeline": 2}, "elastic": {"max_workers": 2}}, "data zero1"),
     ({"parallel": {"pipeline": 2, "data": "ddp", "pipeline_schedule": "zbv_zero_bubble"},
