@@ -44,7 +44,8 @@ ALLOWED = {
     ("objective", "imports/megatron_names.py", "grpo"): "the beginning of names of Megatron-LM's arguments",
     **{(noun, f"imports/{table}.py", ""): "a table from another tool's names to ours, which a test compares with ours"
        for noun, tables in {
-           "optimizer": ("deepspeed", "megatron", "optimizer_names", "transformers"), "model family": ("megatron", "torchtitan"),
+           "optimizer": ("deepspeed", "megatron", "optimizer_names", "transformers"),
+           "model family": ("megatron", "torchtitan"),
            "schedule": ("deepspeed", "megatron", "torchtitan", "transformers"),
            "tracker": ("deepspeed", "megatron", "torchtitan", "transformers")}.items() for table in tables},
 }

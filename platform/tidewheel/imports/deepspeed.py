@@ -104,7 +104,8 @@ TABLE = Table(
                     "not matter"),
         Meaningless("gradients are always added up over the micro-batches of a step", "managed_gradient_accumulation"),
         # optimizer
-        Mapped("optimizer.type", "optimizer.kind", optimizer, "Adam is AdamW unless adam_w_mode is false"),
+        Mapped("optimizer.type", "optimizer.kind", optimizer, "Adam is AdamW unless adam_w_mode is false",
+               joint=True),
         Mapped("optimizer.params.lr", "optimizer.learning_rate", joint=True),
         Mapped("optimizer.params.muon_lr", "optimizer.learning_rate", joint=True),
         Mapped("optimizer.params.betas", "optimizer.betas"),
