@@ -152,6 +152,9 @@ class GenerationGroup:
         with self._connections.recorded():
             self._store = connect()
         device = torch.device(device)
+        # torch names a group by the number of groups before it, and counts one whose opening has failed: the name would
+        # differ from that of the ranks that did not try, and all would wait for each other
+        distributed_c10d._world.group_count = 0
         # with a device, NCCL connects at once, and later groups split from this one instead of meeting again
         bound = device if device.type == "cuda" else None
         dist.init_process_group(BACKENDS[device.type], store=self._store, rank=rank, world_size=world_size,

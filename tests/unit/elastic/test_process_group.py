@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tidewheel.elastic import reconfiguring
+from tidewheel.elastic import process_group, reconfiguring
 from tidewheel.elastic.process_group import Connections, GenerationGroup, serve_store
 
 
@@ -134,3 +134,36 @@ def test_a_collective_that_a_rank_skips_is_broken_off_and_the_next_generation_wo
         process.join(60)
     assert results == [(rank, [3.0] * 4, [3.0] * 4, reconfiguring.is_supported("gloo"), False) for rank in range(2)]
     assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def survivor(rank: int, port: int, answers: Any) -> None:
+    """Run rank 0, whose first group never opens because the other rank is gone, or the new rank 1 of the next one."""
+    torch.set_num_threads(1)
+    process_group.START_SECONDS = 60.0  # the ranks would wait for each other's names for so long
+    if rank == 0:
+        group = GenerationGroup()
+        broken = threading.Timer(0.5, group.break_off)
+        broken.start()
+        with pytest.raises(RuntimeError):
+            group.open(("127.0.0.1", port), 1, 0, 2, "cpu")
+        broken.join()
+        group.close()
+    following = GenerationGroup()
+    following.open(("127.0.0.1", port), 2, rank, 2, "cpu")
+    total = torch.ones(4) * (rank + 1)
+    dist.all_reduce(total)
+    following.close()
+    answers.put((rank, total.tolist()))
+
+
+def test_a_group_opens_after_one_that_did_not():
+    """torch counts a group whose opening has failed, and names the next one by the count; a new process has none."""
+    store = serve_store("127.0.0.1")
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=survivor, args=(rank, store.port, answers), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    assert sorted(answers.get(timeout=120) for _ in ranks) == [(0, [3.0] * 4), (1, [3.0] * 4)]
+    for process in ranks:
+        process.join(60)
