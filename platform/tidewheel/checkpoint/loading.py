@@ -45,10 +45,11 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
                                        for info in reversed(list_checkpoints(store))])
     refused, passed_by = [], False
     for name, counts, problem in listed:
-        if usable is not None and not problem and not usable(_manifest(store, peers, name).extra):
+        manifest = None if problem else _manifest(store, peers, name)
+        if manifest is not None and usable is not None and not usable(manifest.extra):
             passed_by = True
             continue
-        manifest, problems = _inspect(store, peers, name) if not problem else (None, [problem])
+        problems = [problem] if manifest is None else _problems(store, peers, name, manifest)
         if manifest is not None and not problems:
             _load(store, peers, name, manifest, flat)
             return manifest.extra
@@ -84,7 +85,8 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor], head: str = 
     """
     folder, name = peers.from_first(lambda: _folder_and_name(uri))
     store = storage.store(folder)
-    manifest, problems = _inspect(store, peers, name)
+    manifest = _manifest(store, peers, name)
+    problems = _problems(store, peers, name, manifest)
     if problems:
         raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
                               fix="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
@@ -115,7 +117,8 @@ def load_step(uri: str, step: int, peers: Peers, flat: dict[str, torch.Tensor]) 
     """
     store = storage.store(uri).child(CHECKPOINTS)
     name = peers.from_first(lambda: of_step(store, step))
-    manifest, problems = _inspect(store, peers, name)
+    manifest = _manifest(store, peers, name)
+    problems = _problems(store, peers, name, manifest)
     if problems:
         raise CheckpointError("; ".join(problems)[:500], where=store.at(name),
                               fix="branch from another step; `tidewheel checkpoint verify RUN` shows which are intact")
@@ -151,9 +154,8 @@ def _folder_and_name(uri: str) -> tuple[str, str]:
     return checkpoints.uri, name
 
 
-def _inspect(store: Store, peers: Peers, name: str) -> tuple[CheckpointManifest, list[str]]:
-    """Return the manifest and the problems of the checkpoint's files; the same on all ranks."""
-    manifest = _manifest(store, peers, name)
+def _problems(store: Store, peers: Peers, name: str, manifest: CheckpointManifest) -> list[str]:
+    """Return the problems of the checkpoint's files; the same on all ranks."""
     own: list[str] | StorageError
     try:
         own = verify_files(store, name, manifest.files[peers.rank::peers.size])
@@ -164,7 +166,7 @@ def _inspect(store: Store, peers: Peers, name: str) -> tuple[CheckpointManifest,
         if isinstance(result, StorageError):
             raise result
         problems += result
-    return manifest, problems
+    return problems
 
 
 def _manifest(store: Store, peers: Peers, name: str) -> CheckpointManifest:

@@ -115,7 +115,7 @@ def _needed(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader], descr
     ranks = set()
     for name, tensor in flat.items():
         rule = rules.get(name)
-        if rule is None or rule.shared is None:
+        if rule is None or rule.shared is None or rule.shape != tuple(tensor.shape):
             continue  # `_requests` refuses it
         if rule.shared.last >= len(parts):
             raise CheckpointError(f"{name} is shared by more ranks than there are", where=where, fix=FALLBACK)

@@ -134,6 +134,18 @@ def test_storage_that_is_newer_is_taken(tmp_path, agents):
     both.close()
 
 
+def test_a_state_of_another_shape_is_refused_by_the_rules(tmp_path, agents):
+    both = tiers(tmp_path, [agents[0].address], 0, 1, 0, Events())
+    assert both.load_latest(state(999)) is None
+    both.keep(3, state(3), {"step": 3})
+    both.is_safe(3)
+    values, events = state(999), Events()
+    values["model"]["wide"] = torch.zeros(3)
+    assert tiers(tmp_path, [agents[0].address], 0, 1, 1, events).load_latest(values) is None
+    assert "wide" in events.of("memory_refused")[0]["reason"]
+    both.close()
+
+
 def keep_newest(folder: Path, addresses: list[Address], agree: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     both = tiers(folder, addresses, rank, size, 0, Events())
