@@ -16,7 +16,6 @@ from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
-from tidewheel.shards.manifest import ROLLOUTS
 from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.average import Average
 from tidewheel.train.batch_config import BatchConfig
@@ -362,9 +361,11 @@ class TrainConfig(Config):
         if self.rollouts is not None and self.run.branch:
             raise ValueError("run.branch goes on in its parent's data, but rollouts are given, which a run samples "
                              "itself; start from the parent's weights alone: model.init_from")
-        if self.rollouts is not None and (problem := self._against_rollouts(self.rollouts)):
-            raise ValueError(problem)
         from tidewheel.train.parallel import legal
+        from tidewheel.train.policy import legal as legal_rollouts
+
+        if self.rollouts is not None and (problem := legal_rollouts.problem(self, self.rollouts)):
+            raise ValueError(problem)
 
         if (reason := legal.reason_against(self)) is not None:
             raise ValueError(reason)
@@ -390,56 +391,6 @@ class TrainConfig(Config):
     def base_is_reference(self) -> bool:
         """Whether the frozen base of an adapter is the reference model, and is computed beside the training."""
         return self.objective.needs_reference and self.adapter is not None and not self.data.reference
-
-    def _against_rollouts(self, rollouts: RolloutsConfig) -> str:
-        """Return why the settings do not fit reinforcement learning, "" if they do."""
-        if self.objective.READS != ROLLOUTS:
-            fitting = objectives.where(lambda objective: objective.READS == ROLLOUTS)
-            return (f"rollouts are given, but objective.kind {name_of(type(self.objective))} learns from other data; "
-                    f"nearest legal choice: one of {fitting}")
-        own = rollouts.folder(self.run_uri)  # as `Run.open` sets it
-        if self.data.uri not in ("", own) or self.data.mixture is not None or self.data.validation:
-            return "rollouts are given, and data.uri, data.mixture or data.validation too: leave those out"
-        if self.steps % rollouts.wave_steps:
-            fewer = self.steps // rollouts.wave_steps * rollouts.wave_steps
-            return (f"steps {self.steps} end amid the rollouts.epochs {rollouts.epochs} x rollouts.minibatches "
-                    f"{rollouts.minibatches} steps of a wave; nearest legal choice: {fewer or rollouts.wave_steps}")
-        if self.batch.global_sequences % rollouts.group:
-            whole = max(rollouts.group, self.batch.global_sequences // rollouts.group * rollouts.group)
-            return (f"batch.global_sequences {self.batch.global_sequences} is not a multiple of rollouts.group "
-                    f"{rollouts.group}; nearest legal choice: {whole}")
-        if self.batch.ramp:
-            return "batch.ramp changes the sequences of a step, which rollouts do not; nearest legal choice: no ramp"
-        if self.guards.may_roll_back:
-            return ("a guard's rollback passes over data, which rollouts follow from; nearest legal choice: skip in "
-                    "guards.non_finite and guards.spike")
-        if self.adapter is not None:
-            return "rollouts of a model with an adapter are not supported; leave adapter out"
-        if self.reproducible and rollouts.environment is not None and not rollouts.environment.DETERMINISTIC:
-            return (f"reproducible, but the replies of rollouts.environment.kind {name_of(type(rollouts.environment))} "
-                    "do not follow from its seed; nearest legal choice: reproducible false")
-        if (rollouts.advantage == "gae") != self.objective.VALUES:
-            fitting = objectives.where(lambda objective: objective.VALUES)
-            return (f"objective.kind {name_of(type(self.objective))} with rollouts.advantage {rollouts.advantage}: "
-                    f"only gae uses a value head; nearest legal choice: objective.kind {fitting} with advantage gae")
-        longest = rollouts.sequence_length or self.model.max_sequence_length
-        if rollouts.answer_tokens >= longest:
-            return (f"rollouts.answer_tokens {rollouts.answer_tokens} leaves no room for a prompt in {longest} tokens; "
-                    f"nearest legal choice: {longest // 2}")
-        if self.objective.needs_teacher and not getattr(self.objective, "teacher", ""):
-            return (f"objective.kind {name_of(type(self.objective))} learns from answers that are new at each step, so "
-                    "its teacher runs beside it: set objective.teacher to a run or checkpoint")
-        if isinstance(self.objective, PolicyObjective) and self.objective.correction != "none" \
-                and rollouts.wave_steps > 1:
-            return (f"objective.correction {self.objective.correction} takes the clipped ratio to the policy of each "
-                    "step, so with rollouts.epochs or minibatches nothing would be clipped; nearest legal choice: "
-                    "objective.correction none")
-        if isinstance(self.objective, PolicyObjective) and self.objective.temperature != rollouts.temperature:
-            return (f"objective.temperature {self.objective.temperature:g} is not that of the rollouts, "
-                    f"{rollouts.temperature:g}; set both to one value")
-        if problem := rollouts.engine.problem(self.model, self.decoding(), rollouts.generators.gpus):
-            return f"rollouts.engine.kind {name_of(type(rollouts.engine))}: {problem}"
-        return ""
 
     def decoding(self) -> Decoding:
         """Return how rollouts are sampled, for an engine; the tokens that end an answer are not known yet."""
