@@ -21,15 +21,9 @@ def can_grow(wait_seconds: float = 0.0) -> bool:
     Args:
         wait_seconds: how long to wait for the state of an autoscaler that has just started.
     """
-    import ray
-    from ray.core.generated import autoscaler_pb2
-
-    messages: Any = autoscaler_pb2
     until = time.monotonic() + wait_seconds
     while True:
-        worker: Any = ray._private.worker.global_worker
-        status = messages.GetClusterStatusReply.FromString(
-            worker.gcs_client.get_cluster_status(timeout_s=ANSWER_SECONDS))
+        status = cluster_status()
         if not any(node.ray_node_type_name for node in status.cluster_resource_state.node_states):
             return False
         if status.autoscaling_state.autoscaler_state_version > 0:
@@ -37,3 +31,13 @@ def can_grow(wait_seconds: float = 0.0) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(0.2)
+
+
+def cluster_status() -> Any:
+    """Return the connected cluster's state as its autoscaler sees it, Ray's `GetClusterStatusReply`."""
+    import ray
+    from ray.core.generated import autoscaler_pb2
+
+    messages: Any = autoscaler_pb2
+    worker: Any = ray._private.worker.global_worker
+    return messages.GetClusterStatusReply.FromString(worker.gcs_client.get_cluster_status(timeout_s=ANSWER_SECONDS))

@@ -95,8 +95,9 @@ def logits_of(run: str) -> Logits:
 def ours(folder: Path, base: str, steps: int, seed: int, colocated: bool = True) -> Taught:
     """Teach with Tidewheel: in one process, or with a generator in a process of its own."""
     config = sums_run(
-        folder, f"taught-{seed}", base, steps, f"batch.global_sequences={GROUPS * ANSWERS}", "batch.micro_sequences=64",
-        "batch.virtual_ranks=2", f"rollouts.group={ANSWERS}", f"rollouts.seed={seed}", f"seed={seed}",
+        folder, f"taught-{seed}", base, steps, f"batch.global_sequences={GROUPS * ANSWERS}",
+        f"batch.micro_sequences={GROUPS * ANSWERS}", "batch.virtual_ranks=1",  # all answers at once, as TRL does
+        "batch.pad_to_multiple_of=8", f"rollouts.group={ANSWERS}", f"rollouts.seed={seed}", f"seed={seed}",
         f"optimizer.learning_rate={RATE}", "checkpoint.memory_tier.every_steps=0",
         f"rollouts.generators.colocated={str(colocated).lower()}")
     began, before = time.monotonic(), time.process_time()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from tidewheel.autoscaler import cluster_status
 from tidewheel.placement import Selector, is_spot, matches
 
 NAMESPACE = "tidewheel"
@@ -77,6 +78,20 @@ def usable(selector: Selector = ANY, wait_seconds: float = 0.0) -> list[Node]:
         if all(answering) or time.monotonic() >= until:
             return [node for node, answers in zip(nodes, answering, strict=True) if answers]
         time.sleep(0.1)
+
+
+def free() -> dict[str, Mapping[str, float]]:
+    """Return the resources of each node that nothing holds, by Ray's names, by node id.
+
+    They may be a second old. The result is empty while Ray's control store does not answer.
+    """
+    from ray.exceptions import RpcError
+
+    try:
+        states = cluster_status().cluster_resource_state.node_states
+    except RpcError:
+        return {}
+    return {state.node_id.hex(): dict(state.available_resources) for state in states}
 
 
 def _node(row: dict[str, Any], draining: bool) -> Node:

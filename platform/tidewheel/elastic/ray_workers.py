@@ -29,7 +29,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidewheel.elastic import layout, nodes
 from tidewheel.elastic.faults import MISTAKES
-from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.worker import RestartNeeded, notice
 from tidewheel.errors import ClusterError, TidewheelError, root_cause
 from tidewheel.placement import with_labels
@@ -198,7 +197,7 @@ class Workers:
     def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:
         """Start processes in addition to `workers`, up to `size` in all; return the processes that started."""
         held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
-        missing = size - len(held)
+        missing = size - len(workers) - len(self.quick())
         avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
         node_ids = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
         if avoided and not layout.largest_fit(self.sizes, len(held) + len(node_ids)):
@@ -252,16 +251,26 @@ class Workers:
             settle_seconds: longest wait until Ray has noticed dead nodes.
             avoided: ids of nodes on which no worker shall be started.
         """
-        node_ids: list[str] = []
-        if requested > 0:
-            usable = nodes.usable(self.elastic.placement.selector, settle_seconds)
-            for node in sorted(usable, key=lambda node: node.spot):  # rank 0 belongs on a node that stays
-                if node.node_id not in avoided:
-                    node_ids += [node.node_id] * max(0, self._slots(node) - taken[node.node_id])
-        return node_ids[:requested]
+        if requested <= 0:
+            return []
+        usable = nodes.usable(self.elastic.placement.selector, settle_seconds)
+        free = nodes.free()
+        places: list[tuple[bool, bool, str]] = []  # rank 0 belongs on a node that stays; then come those with room now
+        for node in usable:
+            if node.node_id not in avoided:
+                count = max(0, self._slots(node.resources) - taken[node.node_id])
+                now = self._slots(free.get(node.node_id, {}))
+                places += [(node.spot, place >= now, node.node_id) for place in range(count)]
+        places.sort(key=lambda place: place[:2])
+        return [node_id for _, _, node_id in places[:requested]]
 
-    def _slots(self, node: Node) -> int:
-        return layout.slots([node.resources], self.elastic.needs)
+    def quick(self) -> list[Starting]:
+        """Return the starting processes that may be up soon. Others may wait for what another actor on a node holds."""
+        now = time.monotonic()
+        return [process for process in self.starting if now - process.began < START_SECONDS]
+
+    def _slots(self, resources: Mapping[str, float]) -> int:
+        return layout.slots([resources], self.elastic.needs)
 
     def _take_kept(self) -> list[Worker]:
         """Return the kept processes that still answer; end the others."""
@@ -426,9 +435,7 @@ class ElasticWorkerGroup:
         staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
         running = Counter(worker.node for worker in self.workers)
         taken = running + Counter(process.node for process in self.pool.starting)
-        # a slow start may mean that others use its node too: do not count on it
-        quick = [process.node for process in self.pool.starting if now - process.began < START_SECONDS]
-        expected = running + Counter(quick)
+        expected = running + Counter(process.node for process in self.pool.quick())
         requested = self.pool.most - sum(count for node, count in expected.items() if node in staying)
         if now >= self.pool.start_again_at and requested > 0:
             self.pool.start_on(self.pool.free_places(taken, requested, avoided=avoided))

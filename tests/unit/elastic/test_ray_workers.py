@@ -153,10 +153,14 @@ class World:
         self.ray = FakeRay()
         self.coordinator = Coordinator()
         self.nodes: list[Node] = []
+        self.known_busy: set[str] = set()
+        """Nodes of which Ray says that others hold what they have."""
         patch.setattr(ray_workers, "ray", self.ray)
         patch.setattr(ray_workers, "time", self.ray)
         patch.setattr(ray_workers, "NodeAffinitySchedulingStrategy", lambda node, soft: SimpleNamespace(node_id=node))
         patch.setattr(ray_workers.nodes, "alive", lambda *_: list(self.nodes))
+        patch.setattr(ray_workers.nodes, "free", lambda: {
+            node.node_id: {} if node.node_id in self.known_busy else node.resources for node in self.nodes})
         patch.setattr(ray_workers.nodes, "usable",
                       lambda *_: [node for node in self.nodes if not node.draining])
         elastic = ElasticConfig(min_workers=sizes[0], max_workers=sizes[-1], standby_workers=standby,
@@ -220,6 +224,23 @@ def test_processes_that_never_come_up_end_the_start_and_are_killed(world: World)
     with pytest.raises(ClusterError, match=r"1 worker\(s\) did not come up on nodes for 60 s"):
         world.start()
     assert set(world.ray.killed) == {actor.name for actor in world.ray.actors}
+
+
+def test_a_start_waits_for_no_node_that_others_hold_if_another_one_is_free(world: World):
+    world.add("held", "also held", "free")
+    world.pool.most, world.pool.sizes = 1, (1,)
+    world.ray.slow = {"held", "also held"}
+    group = world.start()
+    assert world.names(group) == ["free"]
+    assert world.ray.now <= 1000 + 2 * ray_workers.START_SECONDS + 1
+
+
+def test_a_start_begins_where_there_is_room_now(world: World):
+    world.add("held", "free")
+    world.pool.most, world.pool.sizes = 1, (1,)
+    world.known_busy = world.ray.slow = {"held"}
+    assert world.names(world.start()) == ["free"]
+    assert [actor.node for actor in world.ray.actors] == ["free"]
 
 
 def test_a_run_that_another_driver_owns_does_not_start(world: World):

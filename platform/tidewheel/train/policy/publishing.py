@@ -89,14 +89,18 @@ class Publishing:
         if self._heads is None:
             self._heads = self._present()
         before = self._heads.get(step, {})
-        delta = before.get("delta") if before.get("hash") == digest else self._write_delta(data, digest)
+        held = self._rollouts.generators.colocated and not self._rounds and self._stages == 1
+        if before.get("hash") == digest:
+            delta = before.get("delta")
+        else:
+            delta = None if held else self._write_delta(data, digest)  # a generator in this process reads no file
         self._last = (digest, data)
         self._store.write(f"{FOLDER}/{file}", data)
         self._heads[step] = {"format": FORMAT, "version": step, "file": file, "bytes": len(data), "hash": digest,
                              "delta": delta}
         self._store.write_json(head_key(step, self._stage, self._stages), self._heads[step])
         self._remove(self._heads, self._rollouts.version_for(step + 1))
-        if self._rollouts.generators.colocated and not self._rounds and self._stages == 1:
+        if held:
             self._hold(digest)
         notices.tell(self._store.uri)
 
