@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import ray
 import torch
 
+from tests.engine_parts import StandIn
 from tests.unit.post.runs import rollout_run
 from tidewheel.checkpoint.digest import digest
 from tidewheel.cluster.groups import Group as NodeGroup
@@ -72,6 +74,36 @@ def test_killed_trainers_and_generators_change_nothing(tmp_path: Path, passes: t
     alone = rollout_run(tmp_path, "alone", f"steps={STEPS}", "rollouts.look_ahead=1", *passes)
     fit_local(alone)
     assert digest(config.run_uri).state == digest(alone.run_uri).state
+
+
+def test_engines_of_another_environment_lose_no_rollout_with_their_nodes(tmp_path: Path):
+    """The job's runtime environment names the engine's Python; two generators, each with an engine, lose a node."""
+    config = rollout_run(tmp_path, "engines", "rollouts.engine=tests.engine_parts:StandIn", "steps=10",
+                         "rollouts.generators.processes=2", "rollouts.look_ahead=1", "rollouts.schedule=recorded",
+                         "objective.correction=truncated", "elastic.min_workers=1", "elastic.max_workers=1",
+                         "elastic.join_wait_seconds=0.5", "elastic.resize_interval_seconds=1")
+    with LocalCluster(nodes=4, cpus_per_node=1) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR",
+                 runtime_env={"env_vars": {StandIn.PYTHON: sys.executable}})
+        killed: list[int] = []
+
+        def on_progress(progress: dict[str, Any]) -> None:
+            if progress.get("step", 0) >= 4 and not killed:
+                killed.append(progress["step"])
+                cluster.kill_node(cluster.nodes[-1])
+                cluster.add_node()
+
+        try:
+            assert fit(config, on_progress=on_progress).steps == 10
+        finally:
+            ray.shutdown()
+    assert killed
+    for proof in (audit(config.run_uri), audit_rollouts(config.run_uri)):
+        assert proof is not None
+        assert proof.ok, proof.summary()
+    again = replayed(config.run_uri, f"{tmp_path}/runs/again")
+    fit_local(again)
+    assert digest(again.run_uri).groups["model"] == digest(config.run_uri).groups["model"]
 
 
 def test_turns_have_the_same_bits_for_any_number_of_generators_and_trainers(tmp_path: Path):

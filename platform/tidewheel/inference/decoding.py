@@ -84,6 +84,7 @@ class Weights:
         assert model.norm is not None
         self.norm = _function(model.norm)
         self.output = Matrix([(model.weight, None)], self.dtype, exact=self.exact)
+        self._threads = torch.get_num_threads()
         self._state = _state(model)
         self._turns: dict[int, dict[Rope | None, Turns | None]] = {}  # by capacity
 
@@ -105,8 +106,11 @@ class Weights:
 
     @property
     def is_current(self) -> bool:
-        """Return whether the model still has the weights that these were made of."""
-        return self._state == _state(self.model)
+        """Return whether the model still has the weights that these were made of, and torch as many threads.
+
+        Which products have the bits of training depends on the number of threads.
+        """
+        return self._threads == torch.get_num_threads() and self._state == _state(self.model)
 
     def turns(self, capacity: int) -> dict[Rope | None, Turns | None]:
         """Return the turns of all positions below `capacity`, for each RoPE of the layers; None for no RoPE."""
@@ -137,7 +141,7 @@ class Weights:
 
 
 def prepared(model: Decoder, precision: Precision) -> Weights | None:
-    """Return `Weights.of(model, precision)`, made anew only if the model's weights have changed since the last call.
+    """Return `Weights.of(model, precision)`, made anew only if those of the last call are not current.
 
     They stay in memory, on a CPU about as large as the model, until `released`.
 

@@ -65,6 +65,22 @@ def test_numbers_are_uniform_and_belong_to_their_key():
     assert len({float(number[0]) for number in (*others, numbers[3:4])}) == 4
 
 
+def assert_bits_of_training(model: Decoder, answers: Sequence[Answer], precision: Precision) -> None:
+    """Check that a forward pass over whole sequences gives each token the log-probability that it was sampled with."""
+    count = len(answers)
+    tokens = torch.full((count, 48), 1)
+    segments = torch.full((count, 48), -1)
+    for row, answer in enumerate(answers):
+        tokens[row, :len(PROMPT) + len(answer.tokens)] = torch.tensor(PROMPT + answer.tokens)
+        segments[row, :len(PROMPT) + len(answer.tokens)] = 0
+    positions = torch.arange(48).expand(count, -1)
+    with torch.no_grad(), precision_context(torch.device("cpu"), precision):
+        every_token = model(tokens, positions, segments).float().log_softmax(-1)
+    for row, answer in enumerate(answers):
+        rows = every_token[row, len(PROMPT) - 1:len(PROMPT) - 1 + len(answer.tokens)]
+        assert rows.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].tolist() == answer.log_probabilities
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_answer_does_not_depend_on_its_group_and_has_the_bits_of_training(decoder: Decoder, precision: Precision):
     whole = group_of(decoder, range(20), precision)
@@ -74,17 +90,23 @@ def test_an_answer_does_not_depend_on_its_group_and_has_the_bits_of_training(dec
     for samples in ([0], [7, 3], list(range(16)), [19, 4, 0, 11, 2]):
         assert group_of(decoder, samples, precision) == [whole[sample] for sample in samples]
     assert group_of(decoder, [0], precision, stream=3) != whole[:1] != group_of(decoder, [0], precision, key=2)
-    tokens = torch.full((20, 48), 1)
-    segments = torch.full((20, 48), -1)
-    for row, answer in enumerate(whole):
-        tokens[row, :len(PROMPT) + len(answer.tokens)] = torch.tensor(PROMPT + answer.tokens)
-        segments[row, :len(PROMPT) + len(answer.tokens)] = 0
-    positions = torch.arange(48).expand(20, -1)
-    with torch.no_grad(), precision_context(torch.device("cpu"), precision):
-        every_token = decoder(tokens, positions, segments).float().log_softmax(-1)
-    for row, answer in enumerate(whole):
-        rows = every_token[row, len(PROMPT) - 1:len(PROMPT) - 1 + len(answer.tokens)]
-        assert rows.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].tolist() == answer.log_probabilities
+    assert_bits_of_training(decoder, whole, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_answer_has_the_bits_of_training_for_every_number_of_threads(decoder: Decoder, precision: Precision):
+    """Weights that were prepared for another number of threads, as the model before, are not used."""
+    before = torch.get_num_threads()
+    expected = group_of(decoder, range(5), precision)
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            answers = group_of(decoder, range(5), precision)
+            assert_bits_of_training(decoder, answers, precision)
+            assert answers == expected
+            assert group_of(decoder, [3], precision) == [answers[3]]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_group_converts_each_weight_to_16_bits_once(decoder: Decoder):
