@@ -141,7 +141,7 @@ def disturb(world: World, rng: random.Random, kinds: list[str], gate: Path, *, k
         at, step = time.time(), world.step
         events.append(EventRecord(at, step, kind, ROLLOUT_EVENTS[kind](world, rng)))
         print(f"{at - began:7.1f} s  {len(events):4}  step {step:<6} {kind}: {events[-1].detail}", flush=True)
-        if not world.wait_for(lambda: world.step >= behind, PATIENCE) and not world.over.is_set():  # noqa: B023
+        if not world.wait_for(lambda: world.has_done(behind), PATIENCE) and not world.over.is_set():  # noqa: B023
             world.problems.append(f"no step for {PATIENCE:g} s after {kind} at step {step}")
             break
     return events

@@ -58,6 +58,10 @@ class Driver:
     error: str = ""
 
 
+NEWEST_BYTES = 1 << 16
+"""Bytes at the end of events.jsonl that are read for the newest events."""
+
+
 @dataclass
 class World:
     """The cluster and the run, on which events act."""
@@ -160,6 +164,24 @@ class World:
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the run's events of the given kinds, oldest first."""
         return [event for event in jsonlog.read(self.run_store, "events.jsonl") if event["kind"] in kinds]
+
+    def has_done(self, step: int) -> bool:
+        """Return whether the run has done a step: it has told so, or a later driver has begun behind it.
+
+        A killed driver may have done steps that it has not told of.
+        """
+        if self.step >= step:
+            return True
+        file = Path(self.config.run_uri) / "events.jsonl"
+        if not file.exists():
+            return False
+        with file.open("rb") as lines:
+            lines.seek(max(0, file.stat().st_size - NEWEST_BYTES))
+            tail = lines.read().decode(errors="replace").splitlines()
+        resumed = [line for line in tail if '"kind":"resume"' in line]
+        with contextlib.suppress(ValueError):  # the line is being written
+            return bool(resumed) and json.loads(resumed[-1])["detail"]["step"] >= step
+        return False
 
     def wait_for(self, condition: Any, seconds: float) -> bool:
         """Wait until `condition()` is true, and return False after `seconds` or the end of the run."""

@@ -14,7 +14,7 @@ from tidewheel.storage import Store
 #: Events that the driver prints at once; the others are for the report.
 NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
                         "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "slow_worker",
-                        "sink_failed", "callback_failed", "guard", "rollback", "hang", "shard_read_again",
+                        "shares", "sink_failed", "callback_failed", "guard", "rollback", "hang", "shard_read_again",
                         "storage_away", "memory_refused", "memory_tier_lost", "data_wait", "data_came",
                         "worker_left_out", "worker_readmitted", "taken_over", "setting_changed", "control_error",
                          "tensor_groups_split", "continued_before_decay", "branched", "corruption"})

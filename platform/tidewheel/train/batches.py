@@ -101,9 +101,17 @@ class BatchReader:
     def start_over(self, positions: Positions) -> None:
         """Drop what was read ahead, and take other positions from now on."""
         self._positions = positions
+        self._drop()
+
+    def _drop(self) -> None:
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
+
+    def take_share(self, share: MicroBatchShare) -> None:
+        """Drop what was read ahead, and read other micro-batches from now on."""
+        self._share = share
+        self._drop()
 
     def settle(self) -> None:
         """Wait until all shards that were read are known to be intact.
@@ -290,21 +298,36 @@ class BatchDigest:
         packed = torch.tensor([self._pack(sequence) for sequence in ids], dtype=torch.int64)
         if not self._sends:
             return lambda: None
-        if indices is not None:
-            packed = torch.cat((packed, torch.from_numpy(indices)))
-        gathered = self._collectives.gather_later(packed, self._group)
-        return lambda: self._digest(gathered(), sent=indices is not None)
+        columns = packed[None] if indices is None else torch.stack((packed, torch.from_numpy(indices)))
+        share = self._share
+        counts = [len(ids)] * share.size
+        if share.virtual_ranks:
+            counts = [len(ids) // share.virtual_ranks[share.rank] * count for count in share.virtual_ranks]
+            columns = torch.nn.functional.pad(columns, (0, max(counts) - len(ids)))
+        gathered = self._collectives.gather_later(columns.flatten(), self._group)
+        return lambda: self._digest(gathered(), share, counts)
 
-    def _digest(self, gathered: torch.Tensor | None, *, sent: bool) -> str | None:
-        """Return the digest of what all ranks sent: ids, and with `sent` the indices of each rank behind its ids."""
+    def take_share(self, share: MicroBatchShare) -> None:
+        """Expect other micro-batches of this rank from the next step on."""
+        self._share = share
+
+    def _digest(self, gathered: torch.Tensor | None, share: MicroBatchShare, counts: Sequence[int]) -> str | None:
+        """Return the digest of what all ranks sent: ids, and if the batch is grouped by length their indices.
+
+        Args:
+            gathered: a row of each rank's ids, or two rows, as long as the longest.
+            share: the micro-batches of this rank at that step.
+            counts: number of each rank's ids.
+        """
         if gathered is None:
             return None
-        ids = gathered.numpy()
-        if sent:
-            ids, read = (part.ravel() for part in ids.reshape(self._share.size, 2, -1).swapaxes(0, 1))
+        columns = gathered.numpy().reshape(share.size, -1, max(counts))
+        ids = np.concatenate([rows[0, :count] for rows, count in zip(columns, counts)])
+        if columns.shape[1] == 2:
+            read = np.concatenate([rows[1, :count] for rows, count in zip(columns, counts)])
         else:
-            read = np.concatenate([sequence_indices(replace(self._share, rank=rank), len(ids), self._micro_sequences)
-                                   for rank in range(self._share.size)])
+            read = np.concatenate([sequence_indices(replace(share, rank=rank), len(ids), self._micro_sequences)
+                                   for rank in range(share.size)])
         in_order = ids[np.argsort(read)].tolist()
         return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in in_order])
 

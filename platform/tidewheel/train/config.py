@@ -209,6 +209,10 @@ class ElasticConfig(Config):
     up for it. The node is used again only when there is no other."""
     slow_factor: float = Field(default=1.5, gt=1)
     """See `slow_worker`."""
+    share_by_speed_every_steps: int = Field(default=0, ge=0)
+    """Steps between two looks at how fast the workers are. A slower one then computes fewer virtual ranks of each step,
+    so that workers on different devices are done at the same time. In reproducible mode the result has the same bits.
+    For `parallel.data` ddp and zero1 without other dimensions. 0: all have the same share."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """Fail when fewer than the least number of workers can be placed for this long. Also the time limit for the start
     of a process."""

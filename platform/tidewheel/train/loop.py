@@ -40,6 +40,7 @@ from tidewheel.train.run import Run
 from tidewheel.train.running_ahead import Pending, RunningAhead
 from tidewheel.train.runtime import Control, Preempted, Runtime
 from tidewheel.train.saving import Saving
+from tidewheel.train.speed_shares import SpeedShares
 from tidewheel.train.step import SAVE, STOP, StartedStep, start_step
 from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Timeline, ledger
@@ -122,6 +123,7 @@ class Loop:
         self._evaluating = Evaluating(training, self._metrics, self._callbacks)
         self._ahead = RunningAhead(training, self._saving, self._evaluating)
         self._recording = Recording(training, self._metrics, self._callbacks)
+        self._speed_shares = SpeedShares(training, self._recording.digest)
         self._guarding = Guarding(training, guard, self._resuming, self._metrics, self._callbacks)
         self._recomputation = Recomputation(training)
         self._publishing = Publishing(config, training.model, training.record.store)
@@ -250,6 +252,7 @@ class Loop:
             self._recording.step(result, digest, time.time() - self._began, self._waited,
                                  learning_rate=pending.learning_rate)
             training.timeline.spent(spent)  # recording is part of the step, not of the next wait
+            self._speed_shares.step()
             self._after(step, result.asked)
         training.watch.started()
         self._began, self._waited = time.time(), 0.0  # a step's seconds leave out the save, the evaluation and the wait

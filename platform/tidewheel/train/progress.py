@@ -28,6 +28,7 @@ LINES = {
     "resume": "resumed at step {step}, world size {world_size}, {redo} steps to repeat",
     "checkpoint_refused": "checkpoint {checkpoint} is refused: {reason}; trying the previous one",
     "straggler": "rank {slow_rank} is slow: it takes {own_seconds} s of a step, the median is {median_seconds} s{gpu}",
+    "shares": "workers compute {virtual_ranks} virtual ranks of each step, by their speed",
     "straggler_over": "rank {slow_rank} is no longer slow",
     "sink_failed": "metrics do not reach {sink}: {reason}; training continues",
     "callback_failed": "the callback {callback} failed in {hook}: {reason}; training continues",

@@ -247,7 +247,7 @@ def find_gradients(model: ParallelModel, micro_batches: Sequence[MicroBatch], de
         the losses of `ParallelModel.forward_backward`, and the factor of the gradients.
     """
     model.zero_grad()
-    tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
+    tokens_at_most = micro_batches[0].tokens.numel() * model.share.total(len(micro_batches))  # fp16 has one shape
     scaled = 1.0 if loss_scale is None else loss_scale.of_sums(tokens_at_most)
     losses = model.forward_backward(micro_batches, precision_context(device, precision),
                                     scale=None if loss_scale is None else scaled)

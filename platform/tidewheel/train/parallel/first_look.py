@@ -38,7 +38,7 @@ class FirstLook(Before):
 
     def begin(self, micros: Sequence[MicroBatch], context: AbstractContextManager[None], *, whole: bool) -> None:
         model = self._model
-        total = len(micros) * (model.mesh.data_size if whole else 1)
+        total = model.share.total(len(micros)) if whole else len(micros)
         entries = torch.zeros(total, 2, dtype=torch.float64, device=self._collectives.device)
         own = model.share.of(total) if whole else range(total)
         counts = not whole or model.mesh.coordinate("tensor") == 0

@@ -73,7 +73,7 @@ def reason_against(config: TrainConfig) -> str | None:
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
     return (own_module.reason_against(config) or objective.reason_against(config.objective, mesh)
             or _zero_bubble(config) or _kernels(config) or _fp8(config) or _async_tensor(config) or _lengths(config)
-            or _adapter(config) or _workers(config)
+            or _adapter(config) or _workers(config) or _speed_shares(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
@@ -131,6 +131,24 @@ def _fp8(config: TrainConfig) -> str | None:
         if value != legal:
             return (f"fp8.all_gather has not been compared with one process in a layout with {name} {value}; {last}: "
                     f"{name} {str(legal).lower()}, or fp8.all_gather false")
+    return None
+
+
+def _speed_shares(config: TrainConfig) -> str | None:
+    """Return why workers cannot have shares by their speed, or None."""
+    if not config.elastic.share_by_speed_every_steps:
+        return None
+    parallel, what = config.parallel, "elastic.share_by_speed_every_steps gives workers different numbers of passes"
+    if parallel.data not in ("ddp", "zero1"):
+        return (f"{what}, but with parallel.data {parallel.data} each pass gathers parameters from all workers; nearest "
+                "legal choice: data zero1")
+    for name in ("tensor", "pipeline", "context"):
+        if (size := getattr(parallel, name)) > 1:
+            return (f"{what}, but with parallel.{name} {size} some workers compute each pass together; nearest legal "
+                    f"choice: {name} 1")
+    if config.guards.recomputation is not None:
+        return (f"{what}, but guards.recomputation compares passes of equal shares; nearest legal choice: leave "
+                "guards.recomputation out")
     return None
 
 

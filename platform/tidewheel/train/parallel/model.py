@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,6 +26,7 @@ from tidewheel.train.parallel.data_parallel import SingleProcess
 from tidewheel.train.parallel.expert_load import ExpertLoad
 from tidewheel.train.parallel.mesh import DIMS, Mesh, dimensions
 from tidewheel.train.parallel.pipeline import Pipeline
+from tidewheel.train.pass_time import PassTime
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class ParallelModel:
         self._rows = rows
         self._row_losses: list[torch.Tensor] = []
         self.before: Before | None = None
+        self.pass_time = PassTime()
         self.parts = list(parts)
         self.data = list(data)
         self.mesh = mesh
@@ -142,6 +145,16 @@ class ParallelModel:
             self.before.finish()
         return self._reported(losses)
 
+    def take_share(self, virtual_ranks: Sequence[int]) -> None:
+        """Give each data rank another number of virtual ranks, from the next step on. All ranks call it together.
+
+        Args:
+            virtual_ranks: of each data rank, see `MicroBatchShare`.
+        """
+        self.share = replace(self.share, virtual_ranks=tuple(virtual_ranks))
+        if self.order is not None:
+            self.order.share = self.share
+
     @contextmanager
     def standing_in(self, shift: int) -> Iterator[MicroBatchShare]:
         """Let each data rank compute the micro-batches of the one `shift` ranks after it during the block.
@@ -186,6 +199,7 @@ class ParallelModel:
         (part,), (data,) = self.parts, self.data
         losses = []
         self._row_losses.clear()
+        self.pass_time.begin()
         for index, given in enumerate(micro_batches):
             micro = self._completed(given, context)
             data.begin(index, len(micro_batches))
@@ -198,6 +212,7 @@ class ParallelModel:
             (loss if scale is None else loss * scale).backward()
             data.done(index, len(micro_batches))
             losses.append(sums.detach())
+        self.pass_time.end(len(micro_batches))
         return torch.stack(losses)
 
     @torch.no_grad()

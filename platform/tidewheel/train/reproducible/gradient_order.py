@@ -51,7 +51,7 @@ class GradientOrder:
         contexts: number of context ranks, C.
         context: this context rank.
         number: index of the current micro-batch on this rank.
-        count: number of micro-batches of this step on each data rank.
+        count: number of micro-batches of this step on this data rank.
         shift: each data rank computes the micro-batches of the one `shift` ranks after it, see
             `ParallelModel.standing_in`.
         tap: sees this rank's gradients of each micro-batch; None: nothing does.
@@ -82,7 +82,7 @@ class GradientOrder:
                    mesh.coordinate("context"))
 
     def begin(self, number: int, count: int) -> None:
-        """Begin micro-batch `number` of `count`; all ranks begin the same number."""
+        """Begin micro-batch `number` of `count`; all ranks begin the same number, unless they have other shares."""
         self.number, self.count = number, count
 
     @property
@@ -98,7 +98,12 @@ class GradientOrder:
     @property
     def parts(self) -> int:
         """Return the number of micro-batches of each virtual rank in this step."""
-        return self.count * self.share.size // self.virtual_ranks
+        return self._total // self.virtual_ranks
+
+    @property
+    def _total(self) -> int:
+        """Return the number of micro-batches of this step."""
+        return self.share_of(self.share.rank).total(self.count)
 
     def share_of(self, rank: int) -> MicroBatchShare:
         """Return the micro-batches that a data rank computes now."""
@@ -106,7 +111,7 @@ class GradientOrder:
 
     def micro(self, member: Member) -> int:
         """Return the index of the current micro-batch of `member` among those of the step."""
-        return self.share_of(member[0]).of(self.count * self.share.size)[self.number]
+        return self.share_of(member[0]).of(self._total)[self.number]
 
     def leaf(self, member: Member) -> int:
         """Return the leaf of the current micro-batch of `member`."""
@@ -114,12 +119,12 @@ class GradientOrder:
 
     def entry(self, number: int, count: int) -> int:
         """Return the index of this rank's micro-batch `number` of `count` among `entries`."""
-        total = count * self.share.size
+        total = self.share.total(count)
         return self.context * total + self.share.of(total)[number]
 
     def entries(self, count: int) -> int:
-        """Return the number of micro-batches of all data and context ranks, `count` on each."""
-        return count * self.share.size * self.contexts
+        """Return the number of micro-batches of all data and context ranks, `count` on this one."""
+        return self.share.total(count) * self.contexts
 
     def cover(self, members: Iterable[Member]) -> list[Node]:
         """Return the nodes that remain at the end of a step when `members` have added their leaves."""
