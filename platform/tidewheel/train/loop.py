@@ -19,6 +19,7 @@ import torch
 from tidewheel.train.batches import RankBatch
 from tidewheel.train.callback import Callbacks, Worker
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.curvature import Curvature
 from tidewheel.train.evaluating import Evaluating
 from tidewheel.train.growth import Growth
 from tidewheel.train.guarding import Guarding
@@ -126,6 +127,7 @@ class Loop:
         self._speed_shares = SpeedShares(training, self._recording.digest)
         self._guarding = Guarding(training, guard, self._resuming, self._metrics, self._callbacks)
         self._recomputation = Recomputation(training)
+        self._curvature = Curvature(training)
         self._publishing = Publishing(config, training.model, training.record.store)
         self._growth = Growth(config, training.source, training.collectives, training.record, runtime.control,
                               training.retry)
@@ -281,6 +283,7 @@ class Loop:
     def _enqueue(self, step: int, batch: RankBatch) -> StartedStep:
         training, config = self._training, self._training.config
         training.optimizer.set_learning_rate(training.rates.of(step))
+        self._curvature.before(step, batch.micro_batches)
         before_update = self._recomputation.before(step, batch.micro_batches, self._saving.settle)
         started = start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
                           virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,

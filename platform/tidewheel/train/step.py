@@ -19,7 +19,7 @@ from tidewheel.train.precision import LossScale, Precision, precision_context
 from tidewheel.train.reproducible import norm as reproducible_norm
 
 if TYPE_CHECKING:
-    from tidewheel.train.objective import Outputs, TopK
+    from tidewheel.train.objective import Bound, Outputs, TopK
 
 P = ParamSpec("P")
 Loads = Callable[[Sequence[float]], Mapping[int, LayerLoad]]
@@ -233,7 +233,8 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
 
 
 def find_gradients(model: ParallelModel, micro_batches: Sequence[MicroBatch], device: torch.device,
-                   precision: Precision, loss_scale: LossScale | None) -> tuple[torch.Tensor, float]:
+                   precision: Precision, loss_scale: LossScale | None,
+                   bound: Callable[[MicroBatch], Bound] | None = None) -> tuple[torch.Tensor, float]:
     """Replace the gradients by those of a step's batch, summed over ranks.
 
     Args:
@@ -242,6 +243,7 @@ def find_gradients(model: ParallelModel, micro_batches: Sequence[MicroBatch], de
         device: that computes.
         precision: number type of the matrix products.
         loss_scale: scales fp16 gradients.
+        bound: returns what to minimise in a micro-batch; default: the model's objective.
 
     Returns:
         the losses of `ParallelModel.forward_backward`, and the factor of the gradients.
@@ -250,7 +252,7 @@ def find_gradients(model: ParallelModel, micro_batches: Sequence[MicroBatch], de
     tokens_at_most = micro_batches[0].tokens.numel() * model.share.total(len(micro_batches))  # fp16 has one shape
     scaled = 1.0 if loss_scale is None else loss_scale.of_sums(tokens_at_most)
     losses = model.forward_backward(micro_batches, precision_context(device, precision),
-                                    scale=None if loss_scale is None else scaled)
+                                    scale=None if loss_scale is None else scaled, bound=bound)
     return losses, scaled
 
 

@@ -17,7 +17,8 @@ from tidewheel.train import optimizers
 from tidewheel.train.optim.build import build_optimizer, training_state
 
 CONTRIB = Path(__file__).parents[3] / "contrib/optimizers"
-KINDS = {"adagrad": "Adagrad", "lamb": "LAMB", "schedule_free": "ScheduleFree", "shampoo": "Shampoo", "soap": "SOAP"}
+KINDS = {"adagrad": "Adagrad", "lamb": "LAMB", "schedule_free": "ScheduleFree", "shampoo": "Shampoo", "soap": "SOAP",
+         "sophia": "SophiaG"}
 STEPS = 4
 EXACT = {"adagrad", "schedule_free"}
 Arrays = dict[str, np.ndarray]
@@ -122,7 +123,20 @@ def soap(value: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
     return value
 
 
+def sophia(name: str) -> np.ndarray:
+    """Compute algorithm 3 of https://arxiv.org/abs/2305.14342; each step's gradient is that of drawn labels as well."""
+    value, m, h = start()[name], 0.0, 0.0
+    for step in range(STEPS):
+        g = gradient(step, name)
+        h = 0.99 * h + 0.01 * g * g / LABELS
+        m = 0.965 * m + 0.035 * g
+        value = value * (1 - 1e-2 * decay(name)) - 1e-2 * np.clip(m / np.maximum(0.05 * h, 1e-12), -1, 1)
+    return value
+
+
 ALGORITHMS = {"lamb": lamb, "schedule_free": schedule_free, "shampoo": shampoo}
+LABELS = 0.015
+"""With so few drawn labels about half of the elements are clipped."""
 SETTINGS = {"shampoo": {"every": 2}, "soap": {"every": 2}}
 
 
@@ -134,6 +148,21 @@ def test_updates_are_those_of_the_paper(kind: str):
         moved = np.abs(ALGORITHMS[kind](name) - start()[name]).max()
         error = np.abs(value.detach().numpy() - ALGORITHMS[kind](name)).max()
         assert error < 1e-3 * moved, f"{name}: {error} of {moved}"
+
+
+def test_sophia_is_that_of_the_paper():
+    weights, optimizer = made("sophia")
+    for step in range(STEPS):
+        for name, value in weights.gradients(step).items():
+            weights.held[name].grad = value.clone()
+        optimizer.take_curvature(LABELS)
+        weights.take(optimizer, [step])
+    clipped = []
+    for name, value in weights.held.items():
+        np.testing.assert_allclose(value.detach().numpy(), sophia(name), rtol=0, atol=1e-6)
+        moved = np.abs(value.detach().numpy() - start()[name]) / STEPS / 1e-2
+        clipped.append(np.mean(moved > 0.97))
+    assert 0.05 < np.mean(clipped) < 0.95, "some elements are clipped and some are not"
 
 
 def test_soap_is_that_of_the_paper():

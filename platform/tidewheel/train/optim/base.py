@@ -71,6 +71,15 @@ class Optimizer(Part):
             raise ValueError("the learning rate must be greater than 0")
         return value
 
+    @property
+    def curvature_every(self) -> int:
+        """Steps between two estimates of the curvature; 0: it wants none.
+
+        Before such a step, the first one included, the torch optimizers' `take_curvature(targets)` is called. Then
+        `grad` is the sum of the gradients of `targets` tokens whose labels the model has drawn (`train.curvature`).
+        """
+        return 0
+
     def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         """Return the torch optimizer of fp32 parameters.
 

@@ -70,6 +70,11 @@ class ModelOptimizer:
                 part.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
             part.step()
 
+    def take_curvature(self, targets: float) -> None:
+        """Give the gradients of drawn labels to the optimizers, see `Optimizer.curvature_every`."""
+        for part in self.parts:
+            part.take_curvature(targets)  # type: ignore[attr-defined]
+
     @property
     def skips_on_device(self) -> bool:
         """Return whether `step` can skip an update without synchronising the host with the device."""

@@ -74,6 +74,7 @@ def reason_against(config: TrainConfig) -> str | None:
     return (own_module.reason_against(config) or objective.reason_against(config.objective, mesh)
             or _zero_bubble(config) or _kernels(config) or _fp8(config) or _async_tensor(config) or _lengths(config)
             or _adapter(config) or _workers(config) or _speed_shares(config)
+            or _curvature(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
@@ -149,6 +150,25 @@ def _speed_shares(config: TrainConfig) -> str | None:
     if config.guards.recomputation is not None:
         return (f"{what}, but guards.recomputation compares passes of equal shares; nearest legal choice: leave "
                 "guards.recomputation out")
+    return None
+
+
+def _curvature(config: TrainConfig) -> str | None:
+    """Return why the optimizer's estimate of the curvature cannot be computed, or None."""
+    if not config.optimizer.curvature_every:
+        return None
+    what = f"optimizer.kind {name_of(type(config.optimizer))} estimates the curvature from labels that the model draws"
+    for name in ("tensor", "pipeline", "context"):
+        if (size := getattr(config.parallel, name)) > 1:
+            return f"{what} from whole rows of logits, but parallel.{name} is {size}; nearest legal choice: {name} 1"
+    for key, value, legal in (("objective.kind", name_of(type(config.objective)), "next_token"),
+                              ("parameters", config.parameters, "fp32")):
+        if value != legal:
+            return f"{what}, which has not been built for {key} {value}; nearest legal choice: {legal}"
+    if config.precision == "fp16":
+        return f"{what}, whose gradients have no loss scale; nearest legal choice: precision bf16"
+    if isinstance(config.model, MixtureOfExperts):
+        return f"{what}, but a mixture of experts adds gradients of its balance; nearest legal choice: a dense model"
     return None
 
 

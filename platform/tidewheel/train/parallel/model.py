@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -113,7 +113,8 @@ class ParallelModel:
             data.zero_grad()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
-                         scale: torch.Tensor | float | None = None) -> torch.Tensor:
+                         scale: torch.Tensor | float | None = None,
+                         bound: Callable[[MicroBatch], Bound | None] | None = None) -> torch.Tensor:
         """Run the forward and backward passes of a step's micro-batches.
 
         Afterwards gradients are summed over the micro-batches of all data ranks.
@@ -122,6 +123,7 @@ class ParallelModel:
             micro_batches: of this data rank, all of one shape.
             context: reusable, entered around each forward pass (autocast).
             scale: factor of the loss in the backward pass.
+            bound: returns what to minimise in a micro-batch; default: the objective. Not with a pipeline.
 
         Returns:
             The sum of losses of each micro-batch without `scale`, fp32 [len(micro_batches)] on the training device; for
@@ -136,7 +138,7 @@ class ParallelModel:
             micro_batches = [self._completed(micro, context) for micro in micro_batches]
             losses = self.pipeline.forward_backward(micro_batches, context, scale, self.data)
         else:
-            losses = self._sequentially(micro_batches, context, scale)
+            losses = self._sequentially(micro_batches, context, scale, bound)
         for data in self.data:
             data.finish()
         if self.pipeline is not None:
@@ -195,7 +197,8 @@ class ParallelModel:
         return self._reported(torch.stack(losses))
 
     def _sequentially(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
-                      scale: torch.Tensor | float | None) -> torch.Tensor:
+                      scale: torch.Tensor | float | None,
+                      bound: Callable[[MicroBatch], Bound | None] | None) -> torch.Tensor:
         (part,), (data,) = self.parts, self.data
         losses = []
         self._row_losses.clear()
@@ -205,8 +208,8 @@ class ParallelModel:
             data.begin(index, len(micro_batches))
             with context:
                 sums = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
-                            self.objective.bound(micro), micro.documents, micro.noise)
-            if (rows := cast(Decoder, part).token_loss.rows) is not None:
+                            (bound or self.objective.bound)(micro), micro.documents, micro.noise)
+            if bound is None and (rows := cast(Decoder, part).token_loss.rows) is not None:
                 self._row_losses.append(rows.take(len(micro.tokens)))
             loss = sums if sums.ndim == 0 else sums[0]
             (loss if scale is None else loss * scale).backward()
