@@ -90,7 +90,8 @@ def test_the_curvature_is_the_square_of_the_gradient_of_drawn_labels(tmp_path: P
     decoder.zero_grad()
     for number, micro in enumerate(micros):
         logits = decoder(micro.tokens, micro.positions, micro.segment_ids)
-        labels = draw(logits.flatten(0, 1), random_numbers(training.config.seed, 1, number, micro.tokens.shape).flatten())
+        numbers = random_numbers(training.config.seed, 1, number, micro.tokens.shape)
+        labels = draw(logits.flatten(0, 1), numbers.flatten())
         labels = torch.where(micro.targets.flatten() >= 0, labels, -100)
         F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
     targets = sum(micro.num_targets for micro in micros)

@@ -141,8 +141,8 @@ def _speed_shares(config: TrainConfig) -> str | None:
         return None
     parallel, what = config.parallel, "elastic.share_by_speed_every_steps gives workers different numbers of passes"
     if parallel.data not in ("ddp", "zero1"):
-        return (f"{what}, but with parallel.data {parallel.data} each pass gathers parameters from all workers; nearest "
-                "legal choice: data zero1")
+        return (f"{what}, but with data {parallel.data} each pass gathers parameters from all workers; nearest legal "
+                "choice: data zero1")
     for name in ("tensor", "pipeline", "context"):
         if (size := getattr(parallel, name)) > 1:
             return (f"{what}, but with parallel.{name} {size} some workers compute each pass together; nearest legal "
