@@ -211,26 +211,35 @@ class Workers:
         until = time.monotonic() + START_SECONDS
         while self.starting and len(workers) < requested and time.monotonic() < until:
             ray.wait([process.identity for process in self.starting], timeout=max(0.0, until - time.monotonic()))
-            workers += self.take_started()
+            workers += self.take_started(requested - len(workers))
         return workers
 
-    def take_started(self) -> list[Worker]:
-        """Remove started processes from the starting ones, and end the processes that take too long."""
+    def take_started(self, room: int) -> list[Worker]:
+        """Remove started processes from the starting ones, and end the processes that take too long.
+
+        Args:
+            room: most processes to return. Once these are up all others end: a start that was slow has had substitutes,
+                and would hold what others, such as generators of rollouts, wait for.
+        """
         now = time.monotonic()
         up: list[Worker] = []
         waiting: list[Starting] = []
         for process in self.starting:
             done, _ = ray.wait([process.identity], timeout=0)
             identity = _result(process.identity) if done else None
-            if identity is not None:
+            if identity is not None and len(up) < room:
                 name, node = identity
                 up.append(Worker(process.actor, name, node))
+            elif identity is not None:
+                ray.kill(process.actor)
             elif done or now - process.began > self.elastic.start_timeout_seconds:
                 ray.kill(process.actor)
                 self.start_again_at = now + AGAIN_SECONDS
             else:
                 waiting.append(process)
         self.starting = waiting
+        if len(up) >= room:
+            self.end_starting()
         return up
 
     def start_on(self, node_ids: list[str]) -> None:
@@ -312,6 +321,8 @@ class ElasticWorkerGroup:
         self._train_run_context = train_run_context
         self._train_fn_ref = train_fn_ref
         self._look_at = 0.0
+        self._staying: set[str] | None = None
+        """Ids of the nodes that were neither draining nor avoided when the group last looked for room."""
         self._silent_seconds = float(os.environ.get(SILENT_SECONDS_VARIABLE, SILENT_SECONDS))
 
     # -- what Ray Train's controller calls ---------------------------------------------------------------
@@ -432,7 +443,7 @@ class ElasticWorkerGroup:
             return
         self._look_at = now + LOOK_SECONDS
         avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
-        staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
+        self._staying = staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
         running = Counter(worker.node for worker in self.workers)
         taken = running + Counter(process.node for process in self.pool.starting)
         expected = running + Counter(process.node for process in self.pool.quick())
@@ -442,7 +453,10 @@ class ElasticWorkerGroup:
 
     def _admit(self) -> int:
         """Put the started processes into the group; return how many."""
-        return sum(self._add(worker) for worker in self.pool.take_started())
+        staying = len(self.workers)
+        if self._staying is not None:
+            staying = sum(worker.node in self._staying for worker in self.workers)
+        return sum(self._add(worker) for worker in self.pool.take_started(self.pool.most - staying))
 
     def _add(self, worker: Worker) -> bool:
         """Start the training function in one more worker; return False if it died meanwhile."""

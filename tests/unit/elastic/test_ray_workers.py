@@ -338,6 +338,53 @@ def test_a_process_starts_on_a_node_that_joins_but_not_again_soon_after_one_that
     assert world.names(group) == ["a", "b"]
 
 
+def test_a_slow_start_ends_when_its_substitute_has_come_up(world: World):
+    """Both would hold a CPU of which a generator of rollouts may be in need."""
+    world.pool.most, world.pool.sizes = 2, (1, 2)
+    world.add("a", "b")
+    world.ray.slow = {"b"}
+    group = world.start()
+    slow = world.ray.actors[1]
+    world.add("c", "d")
+    for _ in range(3):
+        world.ray.now += ray_workers.START_SECONDS
+        group.poll_status(0.1)
+    assert world.names(group) == ["a", "c"]
+    assert world.ray.killed == [slow.name]
+    slow.identity.ready = True
+    group.poll_status(0.1)
+    assert world.names(group) == ["a", "c"]
+    assert len(world.ray.actors) == 3
+
+
+def test_two_slow_starts_that_come_up_at_once_leave_one(world: World):
+    world.pool.most, world.pool.sizes = 2, (1, 2)
+    world.add("a", "b")
+    world.ray.slow = {"b", "c"}
+    group = world.start()
+    world.add("c")
+    world.ray.now += ray_workers.START_SECONDS
+    group.poll_status(0.1)
+    assert [actor.node for actor in world.ray.actors] == ["a", "b", "c"]
+    for actor in world.ray.actors[1:]:
+        actor.identity.ready = True
+    group.poll_status(0.1)
+    assert world.names(group) == ["a", "b"]
+    assert world.ray.killed == [world.ray.actors[2].name]
+
+
+def test_a_substitute_joins_beside_a_worker_whose_node_leaves(world: World):
+    world.pool.most, world.pool.sizes = 2, (1, 2)
+    world.add("a", "b", "c")
+    group = world.start()
+    world.nodes = [Node(node.node_id, node.host, node.port, node.resources, draining=node.node_id == "a")
+                   for node in world.nodes]
+    for _ in range(3):
+        world.ray.now += ray_workers.LOOK_SECONDS
+        group.poll_status(0.1)
+    assert world.names(group) == ["a", "b", "c"]
+
+
 def test_a_worker_that_dies_while_it_starts_does_not_join(world: World):
     world.add("a", "b")
     world.ray.slow = {"b"}
