@@ -18,8 +18,8 @@ from tidewheel.train.optim.build import build_optimizer, training_state
 
 CONTRIB = Path(__file__).parents[3] / "contrib/optimizers"
 KINDS = {"adagrad": "Adagrad", "lamb": "LAMB", "schedule_free": "ScheduleFree", "shampoo": "Shampoo", "soap": "SOAP",
-         "sophia": "SophiaG"}
-STEPS = 4
+         "sophia": "SophiaG", "stale": "Stale"}
+STEPS, UPDATES = 4, 9
 EXACT = {"adagrad", "schedule_free"}
 Arrays = dict[str, np.ndarray]
 
@@ -134,6 +134,26 @@ def sophia(name: str) -> np.ndarray:
     return value
 
 
+STALE = {"constant": lambda name, update: 2, "random": None, "pipeline": lambda name, update: BEHIND[name]}
+BEHIND = {"embedding.weight": 2, "blocks.0.attention.wq.weight": 2, "blocks.0.attention.bias": 2,
+          "blocks.0.ffn_norm.weight": 2, "output.weight": 0}
+"""Updates that the gradients of a pipeline of three stages are behind, of which the only block is in the first."""
+
+
+def stale(name: str, behind, compensation: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the newest weights and those shown to the model, whose gradient is its own value and a random part."""
+    versions, m, v = [start()[name]], 0.0, 0.0
+    shown = versions[0]
+    for step in range(1, UPDATES + 1):
+        g = shown + gradient(step - 1, name)
+        g = g + compensation * g * g * (versions[-1] - shown)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        update = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        versions.append(versions[-1] * (1 - 1e-2 * decay(name)) - 1e-2 * update)
+        shown = versions[max(0, step - behind(name, step))]
+    return versions[-1], shown
+
+
 ALGORITHMS = {"lamb": lamb, "schedule_free": schedule_free, "shampoo": shampoo}
 LABELS = 0.015
 """With so few drawn labels about half of the elements are clipped."""
@@ -148,6 +168,35 @@ def test_updates_are_those_of_the_paper(kind: str):
         moved = np.abs(ALGORITHMS[kind](name) - start()[name]).max()
         error = np.abs(value.detach().numpy() - ALGORITHMS[kind](name)).max()
         assert error < 1e-3 * moved, f"{name}: {error} of {moved}"
+
+
+@pytest.mark.parametrize("order", ["constant", "random", "pipeline"])
+@pytest.mark.parametrize("compensation", [0.0, 0.5])
+def test_stale_gradients_are_of_the_weights_of_some_updates_ago(order: str, compensation: float):
+    weights, optimizer = made("stale", staleness=2, order=order, compensation=compensation)
+    for step in range(UPDATES):
+        for name, value in weights.gradients(step).items():
+            weights.held[name].grad = value + weights.held[name].detach()
+        optimizer.set_learning_rate(1e-2)
+        optimizer.step()
+    drawn = [optimizer.parts[0].behind(update) for update in range(UPDATES + 1)]
+    if order == "random":
+        assert len(set(drawn[2:])) > 1
+    behind = STALE[order] or (lambda name, update: drawn[update])
+    state = optimizer.tensors()
+    for name, value in weights.held.items():
+        newest, shown = stale(name, behind, compensation)
+        np.testing.assert_allclose(value.detach().numpy(), shown, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(state[f"{name}.version_0"].numpy(), newest, rtol=0, atol=2e-6)
+
+
+def test_without_staleness_it_is_adamw():
+    ours, optimizer = made("stale", staleness=0)
+    theirs = Weights()
+    for weights, rule in ((ours, optimizer), (theirs, build_optimizer(theirs, optimizers.KIND.build("adamw")))):
+        weights.take(rule, range(UPDATES))
+    for name, expected in theirs.held.items():
+        torch.testing.assert_close(ours.held[name], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_sophia_is_that_of_the_paper():
