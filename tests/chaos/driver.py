@@ -9,6 +9,8 @@ CHAOS_GATE              path of a file with the number of a step; no later step 
                         or that of CHAOS_HURRY exists
 CHAOS_SLOW              path of a file with {"node": first 12 digits of a node's id, "factor": f}; while it exists, a
                         step's own work takes f times as long on that node
+CHAOS_FLIP              path of a file with {"node": first 12 digits of a node's id, "seed": n}; the next step on that
+                        node begins with a flipped bit in a weight, and the file is renamed to *.done
 CHAOS_STORAGE_AWAY      path of a file; while it exists, reading, writing and listing objects fails
 CHAOS_STORAGE_SILENT    path of a file; while it exists, such calls hang, and fail after 30 s
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -49,11 +52,13 @@ def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[...,
     """Return a step that takes `seconds` longer, and more CPU time on the node that CHAOS_SLOW names."""
     from tidewheel.train.logs.line import HERE
 
-    file, hurry, gate = (Path(os.environ.get(f"CHAOS_{name}", "/nowhere")) for name in ("SLOW", "HURRY", "GATE"))
+    file, hurry, gate, flip_file = (Path(os.environ.get(f"CHAOS_{name}", "/nowhere"))
+                                    for name in ("SLOW", "HURRY", "GATE", "FLIP"))
 
     def start_step(*arguments: Any, **named: Any) -> Any:
         while gate.exists() and not hurry.exists() and HERE.step > int(gate.read_text()):
             time.sleep(0.02)
+        flip_if_asked(flip_file, node, arguments[0])
         began = time.thread_time()
         result = step(*arguments, **named)
         slow = json.loads(file.read_text()) if file.exists() else {}
@@ -65,6 +70,22 @@ def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[...,
         return result
 
     return start_step
+
+
+def flip_if_asked(file: Path, node: str, model: Any) -> None:
+    """Flip a bit of a weight if the file names this node, and rename the file."""
+    if not file.exists():
+        return
+    asked = json.loads(file.read_text())
+    if asked["node"] != node:
+        return
+    from tests.bit_flips import flip
+    from tidewheel.train.parallel import local
+
+    chance = random.Random(asked["seed"])
+    weights = [local(weight.detach()) for weight in model.parameters()]
+    flip(chance.choice([weight for weight in weights if weight.numel()]), chance)
+    file.rename(file.with_suffix(".done"))
 
 
 def storage_faults() -> None:

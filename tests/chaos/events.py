@@ -7,6 +7,7 @@ removes are replaced later, as machines are in a cloud.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -21,11 +22,14 @@ from tidewheel.cluster.faults import drain_node, flip_byte
 from tidewheel.cluster.local import NodeHandle
 from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.storage import store
+from tidewheel.train.config import TrainConfig
 
 Event = Callable[[World, random.Random], str]
 REPLACED_SECONDS = 8.0
 """Time after which a new machine replaces a lost one."""
 AWAY_SECONDS = 10.0
+FOUND_SECONDS = 120.0
+"""Longest time until a flipped bit is found, also on a busy machine, if all steps are checked."""
 SILENT_SECONDS = 12.0
 NOTICE_SECONDS = 15.0
 
@@ -149,6 +153,34 @@ def second_driver(world: World, rng: random.Random) -> str:
     return f"code {code}: {error.splitlines()[0][:120] if error else ''}"
 
 
+def flip_bit(world: World, rng: random.Random) -> str:
+    """Flip a bit of a weight of a random worker; the run must name its node, unless it is lost by then."""
+    if world.config.guards.recomputation is None:
+        return "guards.recomputation is not set: not done"
+    nodes = sorted({node.node_id[:12] for node in world.trainers().values()})
+    if len(nodes) < 3:
+        return f"{len(nodes)} node(s) train, of which no majority is right: not done"
+    file, node, known = world.folder / "flip", rng.choice(nodes), len(world.events("corruption"))
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"node": node, "seed": rng.randrange(1 << 30)}))
+    os.replace(new, file)
+    done = file.with_suffix(".done")
+    world.wait_for(done.exists, FOUND_SECONDS)
+    if not done.exists():
+        file.unlink(missing_ok=True)
+        return f"node {node[:8]} did no step: not done"
+    done.unlink()
+    world.wait_for(lambda: len(world.events("corruption")) > known, FOUND_SECONDS)
+    found = world.events("corruption")[known:]
+    if not found:
+        world.problems.append(f"a flipped bit on node {node} was not found in {FOUND_SECONDS:g} s")
+        return f"node {node[:8]}, not found"
+    detail = found[0]["detail"]
+    if not any(name.startswith(node) for name in detail["nodes"]):
+        world.problems.append(f"a bit flipped on node {node}, but the run names {detail['nodes']}")
+    return f"node {node[:8]}, found at step {detail['step']}, back to {detail['back_to']}"
+
+
 def corrupt_newest(world: World, rng: random.Random) -> str:
     """Flip a byte of the newest checkpoint, then kill all workers, so that the run must load from storage."""
     checkpoints = store(world.config.run_uri).child("checkpoints")
@@ -166,7 +198,12 @@ def corrupt_newest(world: World, rng: random.Random) -> str:
 
 EVENTS: dict[str, Event] = {function.__name__: function for function in (
     kill_worker, stop_worker, kill_node, kill_node_of_rank_0, freeze_node, drain, join, kill_two, kill_during_recovery,
-    kill_during_save, kill_driver, storage_away, storage_silent, second_driver, corrupt_newest)}
+    kill_during_save, kill_driver, storage_away, storage_silent, second_driver, corrupt_newest, flip_bit)}
+
+
+def usual(config: TrainConfig) -> list[str]:
+    """Return the events that a run can be disturbed with: a flipped bit only if it looks for one."""
+    return [kind for kind in EVENTS if kind != "flip_bit" or config.guards.recomputation is not None]
 
 
 # -- shared functions --------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ import torch
 
 from tests.benchmarks.equivalence import weights
 from tests.chaos import peer
-from tests.chaos.events import EVENTS
+from tests.chaos.events import EVENTS, usual
 from tests.chaos.fine_tuning import TASKS, overrides
 from tests.chaos.world import World, disturbed_run, settings
 from tidewheel import jsonlog
@@ -235,8 +235,9 @@ def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[
     fit_local(reference)
     hurry = folder / "hurry"
     hurry.unlink(missing_ok=True)
-    with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds, CHAOS_HURRY=str(hurry)) as world:
-        events = disturb(world, random.Random(seed), kinds or list(EVENTS), seconds=seconds, gap=gap, count=count)
+    with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds, CHAOS_HURRY=str(hurry),
+                       CHAOS_FLIP=str(folder / "flip")) as world:
+        events = disturb(world, random.Random(seed), kinds or usual(config), seconds=seconds, gap=gap, count=count)
         if count:
             hurry.touch()
         world.over.wait(timeout=PATIENCE if count else max(120.0, 2 * seconds))
