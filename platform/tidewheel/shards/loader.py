@@ -52,6 +52,10 @@ class Loader:
         """Return the tokens of the sequences at `positions`, int32 [B]; see `SourceReader.lengths`."""
         return self._reader.lengths(positions)
 
+    def attention_pairs(self, positions: np.ndarray) -> np.ndarray:
+        """Return the pairs of tokens that attention computes, int64 [B]; see `SourceReader.attention_pairs`."""
+        return self._reader.attention_pairs(positions)
+
     def domains(self, positions: np.ndarray) -> np.ndarray:
         """Return the index of the domain of each of `positions`, int64 [B]; see `Source.visits`."""
         return self._reader.source.visits(positions)[0]

@@ -284,6 +284,22 @@ class OpenedSet(Generic[S]):
         """Return the tokens of each row of a shard."""
         raise NotImplementedError
 
+    def attention_pairs(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return how many pairs of tokens causal attention computes in a row, int64 [B]; see `lengths`.
+
+        Only sets of packed sequences know it.
+        """
+        self._check(shards, rows)
+        pairs = np.empty(len(shards), dtype=np.int64)
+        for index in np.unique(shards).tolist():
+            in_shard = shards == index
+            pairs[in_shard] = self._attention_pairs(self.shard(index), rows[in_shard])
+        return pairs
+
+    def _attention_pairs(self, shard: S, rows: np.ndarray) -> np.ndarray:
+        """Return the pairs of some rows of a shard."""
+        raise NotImplementedError
+
     def _check(self, shards: np.ndarray, rows: np.ndarray) -> None:
         counts = self._counts.values
         if shards.shape != rows.shape or shards.ndim != 1:

@@ -94,6 +94,16 @@ class ShardSet(OpenedSet[Shard]):
     def _lengths(self, shard: Shard) -> np.ndarray:
         return shard.lengths
 
+    def _attention_pairs(self, shard: Shard, rows: np.ndarray) -> np.ndarray:
+        first, end = shard.segment_bounds[rows].astype(np.int64), shard.segment_bounds[rows + 1].astype(np.int64)
+        owner = np.repeat(np.arange(len(rows)), end - first)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(end - first) - (end - first), end - first) + first[owner]
+        starts = shard.segment_starts[place].astype(np.int64)
+        ends = np.where(place + 1 == end[owner], shard.lengths[rows].astype(np.int64)[owner],
+                        shard.segment_starts[np.minimum(place + 1, len(shard.segment_starts) - 1)])
+        sizes = ends - starts
+        return np.bincount(owner, weights=sizes * (sizes + 1) // 2, minlength=len(rows)).astype(np.int64)
+
     def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
         manifest, count = self.manifest, len(shards)
         shape = (count, manifest.sequence_length)

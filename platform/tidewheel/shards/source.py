@@ -291,6 +291,17 @@ class SourceReader:
             lengths[in_domain] = opened.lengths(shards[in_domain], rows[in_domain])
         return lengths
 
+    def attention_pairs(self, positions: np.ndarray) -> np.ndarray:
+        """Return the pairs of tokens that attention computes in each row at `positions`, int64 [B]; see `lengths`."""
+        domains, shards, rows = self.source.locate(np.ascontiguousarray(positions, dtype=np.int64))
+        pairs = np.empty(len(positions), dtype=np.int64)
+        for index in np.unique(domains).tolist():
+            in_domain = domains == index
+            opened = self._sets[index]
+            opened.follow(self.source.domains[index].manifest)
+            pairs[in_domain] = opened.attention_pairs(shards[in_domain], rows[in_domain])
+        return pairs
+
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return `Source.locate`. Once batches follow each other evenly, also locate those to come: for a thousand
         positions this takes little longer than for ten."""

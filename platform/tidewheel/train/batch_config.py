@@ -39,6 +39,10 @@ class BatchConfig(Config):
     document in each row (`pack.method: one_per_row`) and for pairs. 0: pad to the row length of the set."""
     group_by_length: bool = False
     """Form the micro-batches of a step of sequences of similar length. The global batch has the same sequences."""
+    equal_attention: bool = False
+    """Form the micro-batches of a step of packed sequences so that attention costs the same in each, and on each
+    worker: a row of one long document costs many times that of a row of short ones. The global batch has the same
+    sequences."""
     rate_rule: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows the size of the batch: `optimizer.learning_rate` is that of a batch of
     `rate_sequences`, and a step of n sequences multiplies it by n / rate_sequences (linear, for gradient descent:
@@ -51,7 +55,15 @@ class BatchConfig(Config):
         if self.group_by_length and not self.pad_to_multiple_of:
             raise ValueError("group_by_length saves nothing while every row is padded to the row length of the set; "
                              "nearest legal choice: pad_to_multiple_of 64, or group_by_length false")
+        if self.group_by_length and self.equal_attention:
+            raise ValueError("group_by_length and equal_attention both say which sequences form a micro-batch; nearest "
+                             "legal choice: group_by_length for rows of one document, equal_attention for packed rows")
         return self
+
+    @property
+    def reorders(self) -> bool:
+        """Whether the sequences of a step come in another order than that of the data."""
+        return self.group_by_length or self.equal_attention
 
     @pydantic.model_validator(mode="after")
     def _rule_has_a_batch(self) -> BatchConfig:

@@ -28,6 +28,7 @@ from tidewheel.time_limit import TimeLimit, result
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.device_copies import DeviceCopies
+from tidewheel.train.equal_attention import equal_costs
 from tidewheel.train.length_groups import cut, longest, padded_length, similar_lengths
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import TopK
@@ -47,7 +48,7 @@ class RankBatch:
     ids: list[str]
     """Sequence ids ("shard:row", of a mixture "domain/shard:row") in the order in which they were read."""
     indices: np.ndarray
-    """Index of each of them in the global batch, [n] int64; rising, unless micro-batches are grouped by length."""
+    """Index of each of them in the global batch, [n] int64; rising, unless `BatchConfig.reorders`."""
 
 
 class BatchReader:
@@ -139,6 +140,8 @@ class BatchReader:
         if self._config.group_by_length:
             lengths = self._loader.lengths(positions)
             chosen = similar_lengths(lengths, size, self._config.virtual_ranks)[mine]
+        elif self._config.equal_attention:
+            chosen = equal_costs(self._loader.attention_pairs(positions), size, self._config.virtual_ranks)[mine]
         rows = self._loader.batch(positions[chosen])
         domains = self._loader.domains(positions[chosen]) if self._by_source else None
         lengths = longest(rows)
@@ -283,7 +286,7 @@ class BatchDigest:
 
         Args:
             ids: of their sequences.
-            indices: of these in the global batch, if the batch is grouped by length.
+            indices: of these in the global batch, if they are not in its order.
         """
         return self.start(ids, indices)()
 

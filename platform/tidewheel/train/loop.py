@@ -222,7 +222,7 @@ class Loop:
         else:
             started.result()
         digest = self._recording.digest.start(
-            batch.ids, batch.indices if training.config.batch.group_by_length else None)
+            batch.ids, batch.indices if training.config.batch.reorders else None)
         return Pending(step, started, digest, training.optimizer.learning_rate)
 
     def _end(self, pending: Pending, behind: Pending | None = None) -> bool:

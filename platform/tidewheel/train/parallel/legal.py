@@ -10,6 +10,7 @@ from tidewheel.models.adapting.counts import BLOCK, nf4_refusal
 from tidewheel.models.family import Model
 from tidewheel.models.moe.config import MixtureOfExperts
 from tidewheel.parts import name_of
+from tidewheel.shards.manifest import PACKED
 from tidewheel.train import objective
 from tidewheel.train.parallel import own_module
 from tidewheel.train.parallel.config import ParallelConfig
@@ -74,7 +75,7 @@ def reason_against(config: TrainConfig) -> str | None:
     return (own_module.reason_against(config) or objective.reason_against(config.objective, mesh)
             or _zero_bubble(config) or _kernels(config) or _fp8(config) or _async_tensor(config) or _lengths(config)
             or _adapter(config) or _workers(config) or _speed_shares(config)
-            or _curvature(config)
+            or _curvature(config) or _equal_attention(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
@@ -150,6 +151,13 @@ def _speed_shares(config: TrainConfig) -> str | None:
     if config.guards.recomputation is not None:
         return (f"{what}, but guards.recomputation compares passes of equal shares; nearest legal choice: leave "
                 "guards.recomputation out")
+    return None
+
+
+def _equal_attention(config: TrainConfig) -> str | None:
+    if config.batch.equal_attention and config.objective.READS != PACKED:
+        return (f"batch.equal_attention is for packed sequences, but objective.kind {name_of(type(config.objective))} "
+                f"reads {config.objective.READS}; nearest legal choice: batch.group_by_length, or leave it out")
     return None
 
 
