@@ -166,22 +166,31 @@ class World:
         return [event for event in jsonlog.read(self.run_store, "events.jsonl") if event["kind"] in kinds]
 
     def has_done(self, step: int) -> bool:
-        """Return whether the run has done a step: it has told so, or a later driver has begun behind it.
+        """Return whether the run has done a step: its driver has told so, or its files have it.
 
         A killed driver may have done steps that it has not told of.
         """
         if self.step >= step:
             return True
-        file = Path(self.config.run_uri) / "events.jsonl"
-        if not file.exists():
+        resumed = [line for line in self._newest("events.jsonl") if line.get("kind") == "resume"]
+        if not resumed:
             return False
+        began, behind = resumed[-1]["time"], resumed[-1]["detail"]["step"]
+        since = [line["step"] for line in self._newest("metrics.jsonl") if line["time"] > began and "step" in line]
+        return max(behind, *since, 0) >= step
+
+    def _newest(self, name: str) -> list[dict[str, Any]]:
+        """Return the newest lines of one of the run's files of JSON lines."""
+        file = Path(self.config.run_uri) / name
+        if not file.exists():
+            return []
         with file.open("rb") as lines:
             lines.seek(max(0, file.stat().st_size - NEWEST_BYTES))
-            tail = lines.read().decode(errors="replace").splitlines()
-        resumed = [line for line in tail if '"kind":"resume"' in line]
-        with contextlib.suppress(ValueError):  # the line is being written
-            return bool(resumed) and json.loads(resumed[-1])["detail"]["step"] >= step
-        return False
+            found = []
+            for line in lines.read().decode(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # it is being written, or begins before the part that is read
+                    found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict)]
 
     def wait_for(self, condition: Any, seconds: float) -> bool:
         """Wait until `condition()` is true, and return False after `seconds` or the end of the run."""
