@@ -108,8 +108,11 @@ def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
 def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator[Layout]:
     """Yield the legal layouts of one mesh."""
     data = cluster.gpus // mesh.unit
-    kinds: tuple[Data, ...] = get_args(Data) if data * mesh.context > 1 else ("ddp",)
     offload = job.config.parallel.offload  # a setting that stays, and that only these kinds have
+    alone = data * mesh.context == 1
+    kinds: tuple[Data, ...] = ("ddp",) if alone and not offload else get_args(Data)
+    if alone and offload and mesh.pipeline > 1:
+        return  # training refuses it
     for kind in [kind for kind in kinds if not offload or kind in ("zero2", "zero3")]:
         sharded = kind in ("zero2", "zero3")
         for replicate in _copies(cluster, mesh, data) if sharded else (1,):
@@ -159,7 +162,9 @@ def _expert_ranks(job: Job, shards: int) -> list[int]:
 
 def _kept(job: Job) -> list[MemoryConfig]:
     """Return the settings of activation checkpointing to try: the three usual ones, and the configuration's own."""
-    usual = [MemoryConfig(activation_checkpointing=kind) for kind in CHECKPOINTING]
+    disk = job.config.memory.optimizer_disk
+    stays = {"optimizer_disk": disk} if disk else {}
+    usual = [MemoryConfig(activation_checkpointing=kind, **stays) for kind in CHECKPOINTING]
     return usual if job.config.memory in usual else [*usual, job.config.memory]
 
 

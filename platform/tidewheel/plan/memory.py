@@ -13,7 +13,7 @@ from tidewheel.plan.activations import average_kept, kept_per_token, share_recom
 from tidewheel.plan.adapters import with_adapter
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
-from tidewheel.plan.offload import offloads
+from tidewheel.plan.offload import in_flight_bytes, offloads
 from tidewheel.plan.teachers import teacher_bytes
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 8192
@@ -76,7 +76,7 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     parts = held(job, layout, share)
     block, whole, shards = parts.block_here, parts.whole, layout.shards
     host = offloads(layout)
-    gathered = job.gathered_bytes
+    gathered = job.gathered_here(shards)
     loss_gradient = _output_gradient(job, layout, share)
     if layout.sharded:
         rows = whole / shards
@@ -85,6 +85,8 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         copies = rows * weight if keeps else parts.output * gathered
         if host:
             parameters, copies = (parameters, 0.0) if keeps else (0.0, copies)
+        if shards == 1:
+            copies += _casts(job, layout, share, block)
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
         gradients = GRADIENT_BYTES * (parts.whole_here if waiting else 0.0 if host else rows)
@@ -110,6 +112,8 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
     frozen = teacher_bytes(job, layout, share, tokens, logit_rows(job, layout, tokens))
+    if job.disk_bytes and not host:
+        optimizer = rows * (job.optimizer_bytes - job.disk_bytes) + in_flight_bytes(job, layout, 1)
     result = Memory(parameters, copies, gradients, optimizer, activations, logits, moving, frozen)
     return result if job.config.adapter is None else with_adapter(job, layout, share, parts, result)
 

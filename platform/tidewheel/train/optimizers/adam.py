@@ -38,6 +38,10 @@ class Adam(Optimizer):
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
 
+        from tidewheel.train.optimizers.rules import host_adam
+
+        if host_adam.is_offloaded(groups):
+            return host_adam.HostAdam(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=False)
         fused = on_cuda(groups)
         return torch.optim.Adam(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=not fused,
                                 fused=fused)

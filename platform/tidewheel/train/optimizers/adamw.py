@@ -32,6 +32,10 @@ class AdamW(Optimizer):
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
 
+        from tidewheel.train.optimizers.rules import host_adam
+
+        if host_adam.is_offloaded(groups):
+            return host_adam.HostAdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=False)
         # CPUs use the foreach variant. Their fused kernel rounds the tail of a vector differently from its body, so
         # results would depend on how parameters are sharded.
         fused = on_cuda(groups)

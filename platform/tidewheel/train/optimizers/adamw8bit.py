@@ -18,7 +18,6 @@ class AdamW8bit(AdamW):
 
     VERSION = Version("optimizer_adamw8bit", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "keeps its moments in blocks, whose bounds follow the shards"
-    NOT_OFFLOADABLE = "quantises its moments on the device that trains"
 
     paged: bool = False
     """Keep the moments of matrices in host memory. On a GPU an update brings those of one parameter at a time, so the
