@@ -18,7 +18,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import KEEP_PARAMETERS, Job, Layout
 from tidewheel.plan.memory import Memory, memory
-from tidewheel.plan.offload import host_bytes
+from tidewheel.plan.offload import disk_bytes, host_bytes
 from tidewheel.plan.refusals import Refused, refusals, too_much
 from tidewheel.plan.step_time import StepTime, step_time
 from tidewheel.train.config import TrainConfig
@@ -46,6 +46,8 @@ class Planned:
     time: StepTime
     host: float
     """Bytes of host memory that a rank takes for offloaded state and activations."""
+    disk: float = 0.0
+    """Bytes of the node's disk that a rank takes for optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
     Raises:
         ConfigError: no layout is legal on this number of GPUs.
     """
+    if not cluster.kind.bf16 and "bf16" in (job.config.parameters, job.config.precision.replace("fp8", "bf16")):
+        raise ConfigError(f"a {cluster.gpu} has no bf16", where="precision",
+                          fix="set precision=fp16 and parameters=fp32")
     candidates = [(layout, memory(job, layout)) for layout in layouts(job, cluster)]
     logger.debug("%d legal layouts on %d GPUs", len(candidates), cluster.gpus)
     if not candidates:
@@ -87,6 +92,17 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
                   default=None) if reason else None
     refused = tuple(refusals(job, cluster, candidates, [planned.layout for planned in fitting]))
     return Ranking(tuple(best.values()), own_layout, reason, nearest, refused, len(candidates))
+
+
+def fastest_of_any_size(job: Job, cluster: ClusterConfig) -> Planned | None:
+    """Return the fastest layout if memory were no limit; None: no layout is legal.
+
+    Args:
+        job: the run.
+        cluster: the cluster.
+    """
+    return min((_planned(job, layout, memory(job, layout), cluster) for layout in layouts(job, cluster)), key=_order,
+               default=None)
 
 
 def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
@@ -222,7 +238,7 @@ def own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
 
 
 def _planned(job: Job, layout: Layout, used: Memory, cluster: ClusterConfig) -> Planned:
-    return Planned(layout, used, step_time(job, layout, cluster), host_bytes(job, layout))
+    return Planned(layout, used, step_time(job, layout, cluster), host_bytes(job, layout), disk_bytes(job, layout))
 
 
 def _none_legal(job: Job, cluster: ClusterConfig) -> str:

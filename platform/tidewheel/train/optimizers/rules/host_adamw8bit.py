@@ -1,8 +1,8 @@
 """AdamW with 8-bit moments on a CPU: torchao's update, bit for bit, without compiling it and a few times as fast.
 
 torchao finds the code of a value by eight lookups and rounds it by two more, which is quick where a compiler fuses
-them. Here the lookups are over the values at which the rounded code changes, with 32-bit indices and in pieces that stay
-in the CPU's cache.
+them. Here the lookups are over the values at which the rounded code changes, with 32-bit indices and in pieces that
+stay in the CPU's cache.
 """
 
 from __future__ import annotations
