@@ -52,7 +52,7 @@ def with_adapter(job: Job, layout: Layout, share: Share, parts: Held, whole: Mem
         largest = max(a * b for a, b in layer_shapes(job.model, 0).values()) * DECODED_BYTES
     ends = parts.ends * job.weight_bytes
     base = stored * share.blocks + ends
-    optimizer = job.optimizer_bytes - job.paged_bytes - job.disk_bytes
+    optimizer = job.optimizer_bytes - job.paged_bytes
     if not layout.sharded:
         ranks = layout.data * layout.parallel.context if layout.parallel.data == "zero1" else 1
         copies = whole.copies if adapter.base == PLAIN else 0.0

@@ -13,7 +13,7 @@ from tidewheel.plan.activations import average_kept, kept_per_token, share_recom
 from tidewheel.plan.adapters import with_adapter
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
-from tidewheel.plan.offload import in_flight_bytes, offloads
+from tidewheel.plan.offload import offloads
 from tidewheel.plan.teachers import teacher_bytes
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 8192
@@ -112,8 +112,6 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
     frozen = teacher_bytes(job, layout, share, tokens, logit_rows(job, layout, tokens))
-    if job.disk_bytes and not host:
-        optimizer = rows * (job.optimizer_bytes - job.disk_bytes) + in_flight_bytes(job, layout, 1)
     result = Memory(parameters, copies, gradients, optimizer, activations, logits, moving, frozen)
     return result if job.config.adapter is None else with_adapter(job, layout, share, parts, result)
 

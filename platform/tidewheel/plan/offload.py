@@ -89,8 +89,8 @@ def update_seconds(job: Job, rows: float, gpu: Gpu) -> float:
 
 
 def disk_bytes(job: Job, layout: Layout) -> float:
-    """Return the bytes of optimizer state on the node's disk of the fullest rank."""
-    return max(_rows(job, layout, share) for share in shares(job, layout)) * job.disk_bytes
+    """Return the bytes of optimizer state on the node's disk of the fullest rank, and of a save's copy of it."""
+    return 2 * max(_rows(job, layout, share) for share in shares(job, layout)) * job.disk_bytes
 
 
 def disk_seconds(job: Job, rows: float, cluster: ClusterConfig) -> float:
@@ -104,16 +104,13 @@ def disk_seconds(job: Job, rows: float, cluster: ClusterConfig) -> float:
     return 2 * rows * job.disk_bytes / (cluster.disk_gbytes * GB)
 
 
-def in_flight_bytes(job: Job, layout: Layout, pieces: int) -> float:
-    """Return the bytes of optimizer state on its way between disk and update.
+def _in_flight(job: Job, layout: Layout) -> float:
+    """Return the bytes of optimizer state in memory on its way between disk and update.
 
-    Args:
-        job: the run.
-        layout: its layout.
-        pieces: number of pieces in memory at once; each has the state of `PIECE_BYTES`, or of the largest parameter.
+    Each piece has the state of `PIECE_BYTES`, or of the largest parameter.
     """
     largest = job.vocabulary_matrix / layout.parallel.tensor / updating_ranks(layout) * job.disk_bytes
-    return pieces * max(largest, PIECE_BYTES) if job.disk_bytes else 0.0
+    return PIECES * max(largest, PIECE_BYTES) if job.disk_bytes else 0.0
 
 
 def _rows(job: Job, layout: Layout, share: Share) -> float:
@@ -141,10 +138,10 @@ def _of_share(job: Job, layout: Layout, share: Share) -> float:
     if offloads(layout):
         rows = held(job, layout, share).whole / layout.shards
         size += rows * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes - job.disk_bytes)
+        size += _in_flight(job, layout)
     elif job.paged_bytes:
         updated = job.saved_parameters * share.blocks / job.model.num_layers / layout.parallel.tensor
         size += updated * job.paged_bytes / (layout.shards if layout.sharded else 1)
-    size += in_flight_bytes(job, layout, PIECES)
     if layout.memory.activation_checkpointing == "offload":
         tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
         width = job.model.dim * job.residual_bytes / layout.parallel.tensor

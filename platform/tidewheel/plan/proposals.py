@@ -35,7 +35,6 @@ CHANGES = (
     Change("inputs of blocks in host memory", INPUTS, "the same"),
     Change("parameters, gradients and state in host memory", HOST, "the same"),
     Change("both", {**HOST, **INPUTS}, "the same"),
-    Change("optimizer state on disk", {**INPUTS, **DISK}, "the same"),
     Change("all, and the state on disk", {**HOST, **INPUTS, **DISK}, "the same"),
     Change("8-bit moments", {**EIGHT_BIT, **INPUTS}, "moments are rounded"),
     Change("8-bit moments in host memory", {**EIGHT_BIT, **HOST, **INPUTS}, "moments are rounded"),
