@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.train.optim.test_optimizers import SHAPES, Weights
+from tidewheel.checkpoint.staging import Snapshot, Stage, flatten
 from tidewheel.errors import StorageError
 from tidewheel.train import optimizers
 from tidewheel.train.memory import scratch_file
@@ -106,6 +107,22 @@ def test_pieces_are_read_and_written_around_each_update(tmp_path: Path, monkeypa
     count = len(pieces)
     assert [name for name, _ in order].count("read") == 2 * count + 1
     assert [name for name, _ in order].count("write") == 2 * count
+
+
+def test_a_save_copies_state_on_disk_there(tmp_path: Path):
+    """So a checkpoint takes no host memory for it; parameters are copied to host memory as ever."""
+    weights = Weights()
+    optimizer = on_disk(weights, "adamw", tmp_path)
+    weights.take(optimizer, range(1))
+    parts, stage = flatten(training_state(weights, optimizer)), Stage()
+    for _ in range(2):
+        copies = stage.copy(parts, Snapshot.of(parts.values()))
+        for name, copy in copies.items():
+            assert torch.equal(copy, parts[name]), name
+            kept_there = name.endswith((".exp_avg", ".exp_avg_sq"))
+            assert (scratch_file.folder_of(copy) == tmp_path) == kept_there, name
+            assert not copy.numel() or copy.data_ptr() != parts[name].data_ptr()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.usefixtures("small_pieces")

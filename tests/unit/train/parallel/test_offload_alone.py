@@ -30,7 +30,7 @@ WIDE = {**MODEL.canonical(), "dim": 256, "ffn_dim": 256, "num_layers": 1}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {}, "bf16 products": {"precision": "bf16"}, "bf16 parameters": {"precision": "bf16", "parameters": "bf16"},
     "reproducible": {"reproducible": True}, "tied": {"model": {**MODEL.canonical(), "tie_embeddings": True}},
-    "whole gradients": {"parallel": {"reduce": "step"}},
+    "adapter": {"adapter": {"kind": "lora", "rank": 4}}, "whole gradients": {"parallel": {"reduce": "step"}},
     "8-bit moments": {"model": WIDE, "optimizer": {"kind": "adamw8bit"}},
     "paged 8-bit moments": {"model": WIDE, "optimizer": {"kind": "adamw8bit", "paged": True}}}
 
