@@ -180,7 +180,7 @@ def _kept(job: Job) -> list[MemoryConfig]:
     """Return the settings of activation checkpointing to try: the three usual ones, and the configuration's own."""
     disk = job.config.memory.optimizer_disk
     stays = {"optimizer_disk": disk} if disk else {}
-    usual = [MemoryConfig(activation_checkpointing=kind, **stays) for kind in CHECKPOINTING]
+    usual = [MemoryConfig.model_validate({"activation_checkpointing": kind, **stays}) for kind in CHECKPOINTING]
     return usual if job.config.memory in usual else [*usual, job.config.memory]
 
 

@@ -125,7 +125,7 @@ class ScratchFile:
         self._close()
 
     def _start(self, move: Any, place: int, memory: torch.Tensor) -> Transfer:
-        data = memoryview(memory.numpy())
+        data = memoryview(memory.numpy().data)
         return Transfer([self._threads.submit(move, self._handle, place + start, data[start:start + BLOCK], self._path)
                          for start in range(0, len(data), BLOCK)])
 

@@ -253,7 +253,7 @@ def _memory_of(state: dict[str, Any]) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for name, value in state.items():
         if name != COUNT and isinstance(value, torch.Tensor):
-            part = _local(value)
+            part: Any = _local(value)
             # torchao's moments: codes and scales; the table of codes is the same for all
             inner = [part.codes, part.scale] if hasattr(part, "codes") else [part]
             tensors += inner

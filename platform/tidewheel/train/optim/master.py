@@ -52,7 +52,8 @@ class MasterWeights(ModelOptimizer):
             self._of_master[master].copy_(master)
 
     def move_to_disk(self, folder: Path) -> None:
-        self._of_master = {master: parameter for (_, parameter), (_, master) in zip(self._parameters, self._masters)}
+        pairs = zip(self._masters, self._parameters)
+        self._of_master: dict[torch.Tensor, torch.Tensor] = {master: parameter for (_, master), (_, parameter) in pairs}
         self.disk = DiskState(folder, self.parts, masters=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import pytest
 from tests.benchmarks.activation_table import DIM, HEADS, KINDS, measure
 
 
+@pytest.mark.long
 def test_measured_as_the_formulas_say():
     """Of two blocks: full keeps inputs alone, attention recomputed drops the scores, every second block keeps all."""
     length = 64

@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "8-bit moments": {"model": WIDE, "optimizer": {"kind": "adamw8bit"}},
     "paged 8-bit moments": {"model": WIDE, "optimizer": {"kind": "adamw8bit", "paged": True}}}
 
+QUICK = ("fp32", "bf16 parameters", "reproducible", "8-bit moments")
+
 
 @pytest.fixture(autouse=True)
 def no_group_stays() -> Iterator[None]:
@@ -63,7 +65,8 @@ def after_steps(case: dict[str, Any], layout: dict[str, Any], rank: int = 0, wor
             for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.long)
+                                  for case in CASES])
 def test_one_worker_offloads_without_changing_a_bit(case: str, tmp_path: Path):
     """To the host, and with the optimizer's state on disk."""
     data = "zero2" if "parallel" in CASES[case] else "zero3"
