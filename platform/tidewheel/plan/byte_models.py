@@ -52,21 +52,14 @@ def byte_models(job: Job) -> list[ByteModel]:
     for name in dict.fromkeys((own, *optimizers.KIND.built_in())):
         part = config if name == own else optimizers.KIND.build(name, {})
         models.append(ByteModel(name, job.weight_bytes, GRADIENT_BYTES, masters, _state(job, part),
-                                "this run" if name == own else NOTES.get(name, "")))
-        if name == "sgd":
-            plain = optimizers.KIND.build("sgd", {"momentum": 0.0})
-            models.append(ByteModel("sgd without momentum", job.weight_bytes, GRADIENT_BYTES, masters,
-                                    _state(job, plain)))
+                                "this run" if name == own else part.STATE_NOTE))
+        if part.LEANER:
+            leaner = type(part).model_validate(part.LEANER)
+            changed = ", ".join(f"{setting} {value:g}" for setting, value in part.LEANER.items())
+            models.append(ByteModel(f"{name}, {changed}", job.weight_bytes, GRADIENT_BYTES, masters,
+                                    _state(job, leaner)))
     return [*models, *PUBLISHED]
 
 
-NOTES = {"adafactor": "a mean for each row and column; tables that count 4 have a momentum beside them",
-         "adamw8bit": "two codes, and two scales for 256 of them",
-         "muon": "4 of a block's matrix, 8 of others"}
-
-
 def _state(job: Job, part: optimizers.Optimizer) -> float:
-    matrices = job.costs.matrices + job.costs.cut
-    if name_of(type(part)) == "adafactor":  # a number for each row and column of square matrices
-        return 2 * 4 / job.model.dim
-    return part.state_bytes(job.parameters, matrices) / job.parameters
+    return part.state_bytes(job.parameters, job.costs.matrices + job.costs.cut) / job.parameters

@@ -18,19 +18,11 @@ from tidewheel.plan.hardware import GB, ClusterConfig, Gpu
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 from tidewheel.train.optim.disk_config import PIECE_BYTES, PIECES
-from tidewheel.train.optimizers.adam import Adam
-from tidewheel.train.optimizers.adamw import AdamW
 
 HOST_SHARE = 0.24
 """Share of the host memory's data-sheet bandwidth that PyTorch's unfused AdamW reaches: 84 bytes per parameter in
 1.39 s per billion parameters (arXiv:2101.06840, table 4, PT-CPU) are 60 of the 256 GB/s of a DGX-2's 2 x 6 channels
 of DDR4-2666."""
-UPDATE_TRAFFIC = 84.0
-"""Bytes per fp32 parameter that `torch.optim.AdamW(foreach=True)` moves on a CPU, operation by operation; a test counts
-them. Other optimizers count as it does."""
-FUSED_TRAFFIC = 28.0
-"""Bytes per fp32 parameter that torch's fused kernel moves, which `adam` and `adamw` of offloaded parameters use
-(`optimizers.rules.host_adam`): it reads parameter, gradient and two moments, and writes all but the gradient."""
 CLIP_TRAFFIC = 12.0
 """Bytes per gradient to take its norm (4) and to scale it (8)."""
 MASTER_TRAFFIC = 6.0
@@ -84,8 +76,7 @@ def update_seconds(job: Job, rows: float, gpu: Gpu) -> float:
         gpu: the GPU, with its share of the host.
     """
     extra = MASTER_TRAFFIC if job.weight_bytes == 2 else 0.0
-    update = FUSED_TRAFFIC if type(job.config.optimizer) in (Adam, AdamW) else UPDATE_TRAFFIC
-    return rows * (update + CLIP_TRAFFIC + extra) / _host_rate(gpu)
+    return rows * (job.config.optimizer.HOST_TRAFFIC + CLIP_TRAFFIC + extra) / _host_rate(gpu)
 
 
 def disk_bytes(job: Job, layout: Layout) -> float:

@@ -8,17 +8,17 @@ from typing import Any
 
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
+from tidewheel.models import adapters
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
 from tidewheel.plan.layouts import Planned, fastest_of_any_size, rank
+from tidewheel.train import optimizers
 from tidewheel.train.config import TrainConfig
 
-LORA = {"adapter.kind": "lora", "adapter.rank": 64, "adapter.targets": "[attention, ffn]"}
-"""Of QLoRA's appendix B.2 (arXiv:2305.14314), as in `jobs/configs/lora.yaml`."""
 HOST = {"parallel.data": "zero3", "parallel.offload": "true"}
 INPUTS = {"memory.activation_checkpointing": "offload"}
-EIGHT_BIT = {"optimizer.kind": "adamw8bit"}
 DISK = {"memory.optimizer_disk": "/local_nvme"}
+SAME, ROUNDED, FEW = "the same", "moments are rounded", "1 % of the parameters"
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,29 @@ class Change:
     """What is trained: the same, or something else."""
 
 
-CHANGES = (
-    Change("inputs of blocks in host memory", INPUTS, "the same"),
-    Change("parameters, gradients and state in host memory", HOST, "the same"),
-    Change("both", {**HOST, **INPUTS}, "the same"),
-    Change("all, and the state on disk", {**HOST, **INPUTS, **DISK}, "the same"),
-    Change("8-bit moments", {**EIGHT_BIT, **INPUTS}, "moments are rounded"),
-    Change("8-bit moments in host memory", {**EIGHT_BIT, **HOST, **INPUTS}, "moments are rounded"),
-    Change("an adapter", {**LORA, "parameters": "bf16"}, "1 % of the parameters"),
-    Change("an adapter on a base in 4 bits (NF4)", {**LORA, "adapter.base": "nf4", "parameters": "bf16", **EIGHT_BIT},
-           "1 % of the parameters"))
-"""From what changes least to what changes most."""
+def changes() -> list[Change]:
+    """Return what a plan tries, from what changes least to what changes most.
+
+    Optimizers and adapters say themselves that they are to be proposed (`Optimizer.COMPACT`, `Adapter.PROPOSED`).
+    """
+    found = [Change("inputs of blocks in host memory", INPUTS, SAME),
+             Change("parameters, gradients and state in host memory", HOST, SAME),
+             Change("both", {**HOST, **INPUTS}, SAME),
+             Change("all, and the state on disk", {**HOST, **INPUTS, **DISK}, SAME)]
+    for name in optimizers.KIND.built_in():
+        what = optimizers.KIND.find(name).COMPACT
+        if not what:
+            continue
+        found.append(Change(what, {"optimizer.kind": name, **INPUTS}, ROUNDED))
+        found.append(Change(f"{what} in host memory", {"optimizer.kind": name, **HOST, **INPUTS}, ROUNDED))
+    for name in adapters.KIND.built_in():
+        proposed = adapters.KIND.find(name).PROPOSED
+        if proposed:
+            settings = {f"adapter.{key}": value for key, value in {"kind": name, **proposed}.items()}
+            settings["parameters"] = "bf16"
+            found.append(Change("an adapter", settings, FEW))
+            found.append(Change("an adapter on a base in 4 bits (NF4)", {**settings, "adapter.base": "nf4"}, FEW))
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,14 +68,14 @@ class Proposal:
 
 
 def proposals(job: Job, cluster: ClusterConfig) -> Iterator[Proposal]:
-    """Yield the changes of `CHANGES` with which a run fits; those that training refuses are left out.
+    """Yield the changes with which a run fits; those that training refuses are left out.
 
     Args:
         job: the run, of which no layout fits.
         cluster: the cluster.
     """
     whole = fastest_of_any_size(job, cluster)
-    for change in CHANGES:
+    for change in changes():
         try:
             changed = Job(_changed(job.config, change.settings), job.vocabulary_size, job.sequence_length,
                           job.techniques, job.teacher)

@@ -16,10 +16,11 @@ from tidewheel.plan.hardware import GPUS, ClusterConfig
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import Job, Layout, shares
 from tidewheel.plan.layouts import own, rank
-from tidewheel.plan.offload import HOST_SHARE, UPDATE_TRAFFIC, host_bytes, transfers, update_seconds
+from tidewheel.plan.offload import HOST_SHARE, host_bytes, transfers, update_seconds
 from tidewheel.plan.step_time import step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.optim.base import Optimizer
 from tidewheel.train.parallel.config import ParallelConfig
 
 CLUSTER = ClusterConfig(gpus=2, gpu="rtx4090", nodes_of=2)
@@ -48,7 +49,7 @@ def test_the_traffic_of_an_update_on_a_cpu():
     optimizer.step()  # allocates the state
     with Traffic() as counted:
         optimizer.step()
-    assert counted.bytes == UPDATE_TRAFFIC * parameter.numel()
+    assert counted.bytes == Optimizer.HOST_TRAFFIC * parameter.numel()
 
 
 def test_published_update_times():

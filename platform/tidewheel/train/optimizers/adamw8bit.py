@@ -18,6 +18,9 @@ class AdamW8bit(AdamW):
 
     VERSION = Version("optimizer_adamw8bit", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "keeps its moments in blocks, whose bounds follow the shards"
+    HOST_TRAFFIC = 8 * AdamW.HOST_TRAFFIC  # the codes are found in about the time of so much traffic
+    STATE_NOTE = "two codes, and two scales for 256 of them"
+    COMPACT = "8-bit moments"
 
     paged: bool = False
     """Keep the moments of matrices in host memory. On a GPU an update brings those of one parameter at a time, so the

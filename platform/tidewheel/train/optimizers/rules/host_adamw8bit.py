@@ -23,7 +23,7 @@ def update(weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.
     """Update one parameter on a CPU, as torchao's `single_param_adam` does, and count the update.
 
     Args:
-        weight: fp32, this rank's part.
+        weight: this rank's part; the update is computed in fp32.
         gradient: of the same shape.
         state: of the parameter; "step" counts its updates.
         group: its settings.
@@ -35,15 +35,16 @@ def update(weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.
     corrections = 1 - beta1**state["step"], 1 - beta2**state["step"]
     flat = weight if weight.is_contiguous() else weight.contiguous()
     parts = [tensor.reshape(-1).split(PIECE) for tensor in (flat, gradient)]
-    for index, (values, slope) in enumerate(zip(*parts)):
+    for index, (target, slopes) in enumerate(zip(*parts)):
         moments = [_Piece(moment, index) for moment in (first, second)]
+        values, slope = target.float(), slopes.float()
         decayed = values - group["lr"] * group["weight_decay"] * values
         mean = moments[0].value().lerp(slope, 1 - beta1)
         square = moments[1].value().lerp(slope.square(), 1 - beta2)
         moments[0].store(mean)
         moments[1].store(square)
         root = (square.sqrt() / corrections[1].sqrt()) + group["eps"]
-        values.copy_(decayed - group["lr"] * (mean / corrections[0]) / root)
+        target.copy_(decayed - group["lr"] * (mean / corrections[0]) / root)
     if flat is not weight:
         weight.copy_(flat)
 
@@ -71,7 +72,7 @@ class _Piece:
     def value(self) -> torch.Tensor:
         """Return it in fp32."""
         if self._values is not None:
-            return self._values
+            return self._values.float()
         looked_up = self._map.index_select(0, self._codes.int())
         return (looked_up.view(-1, self._block) * self._scale.view(-1, 1)).view(-1)
 
