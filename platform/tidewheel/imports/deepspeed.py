@@ -59,7 +59,8 @@ def _sharding(source: Source) -> dict[str, Any]:
     offload = offload and stage in (1, 2, 3)
     return {"parallel.data": "zero2" if offload and stage == 1 else _STAGES.get(stage),
             "parallel.offload": True if offload else None,
-            "memory.optimizer_disk": (path or _NVME) if on_disk and offload else None}
+            "memory.optimizer_disk": (path or _NVME) if on_disk and offload else None,
+            "checkpoint.memory_tier": {"every_steps": 0} if on_disk and offload else None}
 
 
 def _optimizer(source: Source) -> str | None:
@@ -173,7 +174,8 @@ TABLE = Table(
                note="0: ddp, 1: zero1 (with offload zero2), 2: zero2, 3: zero3"),
         Mapped("zero_optimization.offload_optimizer.device", "parallel.offload", {**_OFFLOAD, "nvme": True},
                "cpu and nvme: true, with the parameters", joint=True),
-        Mapped("zero_optimization.offload_optimizer.nvme_path", "memory.optimizer_disk",
+        Mapped("zero_optimization.offload_optimizer.nvme_path",
+               "memory.optimizer_disk checkpoint.memory_tier",
                note="with device nvme; without a path /local_nvme", joint=True),
         Mapped("zero_optimization.offload_param.device", "parallel.offload", dict(_OFFLOAD),
                "cpu: true, with the optimizer; nvme is not available", joint=True),

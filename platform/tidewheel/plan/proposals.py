@@ -17,7 +17,7 @@ from tidewheel.train.config import TrainConfig
 
 HOST = {"parallel.data": "zero3", "parallel.offload": "true"}
 INPUTS = {"memory.activation_checkpointing": "offload"}
-DISK = {"memory.optimizer_disk": "/local_nvme"}
+DISK = {"memory.optimizer_disk": "/local_nvme", "checkpoint.memory_tier.every_steps": 0}
 SAME, ROUNDED, FEW = "the same", "moments are rounded", "1 % of the parameters"
 
 

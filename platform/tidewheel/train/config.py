@@ -349,6 +349,9 @@ class TrainConfig(Config):
         if self.memory.optimizer_disk and not self.parallel.offload:
             raise ValueError("memory.optimizer_disk keeps the state of an update on the host on disk, but "
                              "parallel.offload is false; nearest legal choice: parallel.offload true")
+        if self.memory.optimizer_disk and self.checkpoint.memory_tier.every_steps != 0:
+            raise ValueError("memory.optimizer_disk is for state that host memory has no room for, but the memory tier "
+                             "keeps copies of it there; nearest legal choice: checkpoint.memory_tier.every_steps 0")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
             raise ValueError(f"parameters bf16 with precision {self.precision}: nearest legal choice: precision bf16")
         if self.evaluation.separate and self.checkpoint.keep_best:

@@ -78,6 +78,7 @@ def test_8b_on_eight_a100_with_offload_takes_20_to_40_percent_longer():
 
 def alone(**settings: Any) -> Job:
     values = {"model": {"preset": "1b"}, "precision": "bf16", "compile": True,
+              "checkpoint": {"memory_tier": {"every_steps": 0}},
               "parallel": {"data": "zero3", "offload": True}, "elastic": {"max_workers": 1},
               "batch": {"global_sequences": 8, "micro_sequences": 4, "virtual_ranks": 1}, **settings}
     return Job(build(TrainConfig, values), 128_256, 4096)

@@ -90,6 +90,7 @@ def test_the_state_may_move_to_disk_and_back_in_a_run(tmp_path: Path):
 
 @pytest.mark.parametrize(("changes", "told"), [
     (["memory.optimizer_disk=/tmp"], "nearest legal choice: parallel.offload true"),
+    (["parallel={data: zero3, offload: true}", "memory.optimizer_disk=/disk"], "checkpoint.memory_tier.every_steps 0"),
     (["parallel={data: zero3, offload: true}", "memory.optimizer_disk=disk"], "nearest legal choice: /disk"),
     (["parallel={data: zero3, offload: true}", "memory.optimizer_disk=s3://bucket/a"], "choice: /bucket/a")])
 def test_settings_that_are_refused(tmp_path: Path, changes: list[str], told: str):

@@ -78,7 +78,7 @@ class Mesh:
         device = torch.device(runtime.device)
         if runtime.world_size == 1 and not dist.is_initialized():  # FSDP2 of one rank sends nothing to others
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            _own_group.append(True)
+            _own_group[:] = [True]
         forget_meshes(device)
         # with the rank, so that torch.compile's cache on disk is not shared between ranks
         mark = f"@{next(_builds)}.{runtime.rank}"
