@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,8 +75,10 @@ class AdamW8bit(TorchaoAdamW8bit):
             assert closure is None
             self._step_on_device()
             return
-        if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
-            super().step(closure)
+        kinds = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
+        if kinds - {"cpu"}:
+            with contextlib.nullcontext() if "cuda" in kinds else torch.compiler.set_stance("force_eager"):
+                super().step(closure)
             return
         assert closure is None
         with torch.no_grad():
