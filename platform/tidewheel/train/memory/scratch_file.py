@@ -30,7 +30,7 @@ ALIGNMENT = 4096
 """Direct reads and writes take places, sizes and addresses in multiples of a disk's block; this is one of any disk."""
 BLOCK = 4 << 20
 """Bytes of one read or write. A larger transfer is several at once, which keeps the disk's queue filled."""
-THREADS = 4
+THREADS = 8
 
 _folders: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
 """Mapped files by the address of their first byte."""
