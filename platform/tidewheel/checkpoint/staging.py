@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tidewheel.checkpoint.tensor_entry import DTYPES
 from tidewheel.errors import CheckpointError
+from tidewheel.train.memory import scratch_file
 from tidewheel.train.runtime import AVERAGE
 
 
@@ -92,7 +93,10 @@ class Snapshot:
 
 
 class Stage:
-    """Host memory for this rank's part of a state, allocated at the first use and then reused."""
+    """Host memory for this rank's part of a state, allocated at the first use and then reused.
+
+    A tensor on disk is copied on disk.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -110,10 +114,18 @@ class Stage:
             for name, part in parts.items():
                 buffer = self._buffers.get(name)
                 if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-                    buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+                    buffer = _buffer(part)
                     self._buffers[name] = buffer
                 buffer.copy_(part, non_blocking=part.is_cuda)
         return dict(self._buffers)
+
+
+def _buffer(part: torch.Tensor) -> torch.Tensor:
+    """Return memory for a copy of a tensor, on the host; on disk if the tensor is there (`memory.optimizer_disk`)."""
+    folder = scratch_file.folder_of(part)
+    if folder is not None:
+        return scratch_file.empty_like(part, folder)
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ def plan_layouts(
     config: Annotated[str, Parameter(help="Training configuration, a YAML file; jobs/configs/ has examples.")],
     *,
     gpus: Annotated[int, Parameter(help="Number of GPUs, with one worker on each.")],
-    gpu: Annotated[str, Parameter(help="h100, h200, h800, a100, b200, l40s, rtx3090 or rtx4090.")] = "h100",
+    gpu: Annotated[str, Parameter(help="h100, h200, h800, a100, b200, l40s, a10g, a6000, rtx3090, rtx4090, t4 or "
+                                              "mi300x.")] = "h100",
     nodes_of: Annotated[int, Parameter(help="GPUs per node.")] = 8,
     sequence_length: Annotated[int | None, Parameter(help="Tokens of a sequence; default: the shard set's.")] = None,
     vocabulary_size: Annotated[int | None, Parameter(help="Default: the configuration's or the shard set's.")] = None,

@@ -234,6 +234,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     from tidewheel.post.running import making_rollouts, prepare
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
+    from tidewheel.train.parallel.mesh import close_own_group
 
     run = Run.open(run)
     config = run.config
@@ -255,6 +256,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
                 return train(run, Runtime(device=device, checkpoints=manager, control=control, generation=generation,
                                           sampler=text_sample, answerer=answer, tasks=task_scores))
         finally:
+            close_own_group()
             manager.break_off()  # an upload that the run did not wait for must not go on beside the next one
 
 

@@ -87,7 +87,7 @@ TABLE = Table(
         Mapped("deepspeed_config.gradient_clipping", "optimizer.clip_norm", float),
         Mapped("deepspeed_config.offload_optimizer_device", "parallel.offload", dict(_OFFLOAD)),
         Mapped("deepspeed_config.offload_param_device", "parallel.offload", dict(_OFFLOAD)),
-        Missing("nothing is offloaded to disk", below(
+        Missing("set memory.optimizer_disk for the optimizer; parameters are not offloaded to disk", below(
             "deepspeed_config", "offload_optimizer_nvme_path offload_param_nvme_path")),
         Missing(_BATCH, "deepspeed_config.gradient_accumulation_steps", off=(1, None)),
         Missing("import that file too: tidewheel import-config deepspeed", "deepspeed_config.deepspeed_config_file"),

@@ -10,6 +10,7 @@ from tidewheel.imports.table import Mapped, Meaningless, Missing, Source, Table,
 
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OFFLOAD = {"cpu": True, "none": None}
+_NVME = "/local_nvme"
 _STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _FLOATS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfp16": "bf16", "bfloat16": "bf16"}
 _BUCKETS = "FSDP2 gathers and reduces block by block; there are no buckets to size"
@@ -51,10 +52,15 @@ def _sharding(source: Source) -> dict[str, Any]:
     group = "zero_optimization"
     stage = source.get(f"{group}.stage", 0)
     offload = any(source.get(f"{group}.{name}.device") == "cpu" for name in ("offload_optimizer", "offload_param"))
+    on_disk = source.get(f"{group}.offload_optimizer.device") == "nvme"
+    path = source.get(f"{group}.offload_optimizer.nvme_path")
     offload = offload or source.get(f"{group}.cpu_offload", False) or source.get(f"{group}.cpu_offload_param", False)
+    offload = offload or on_disk
     offload = offload and stage in (1, 2, 3)
     return {"parallel.data": "zero2" if offload and stage == 1 else _STAGES.get(stage),
-            "parallel.offload": True if offload else None}
+            "parallel.offload": True if offload else None,
+            "memory.optimizer_disk": (path or _NVME) if on_disk and offload else None,
+            "checkpoint.memory_tier": {"every_steps": 0} if on_disk and offload else None}
 
 
 def _optimizer(source: Source) -> str | None:
@@ -166,14 +172,16 @@ TABLE = Table(
         # ZeRO
         Mapped("zero_optimization.stage", "parallel.data", dict(_STAGES), joint=True,
                note="0: ddp, 1: zero1 (with offload zero2), 2: zero2, 3: zero3"),
-        Mapped("zero_optimization.offload_optimizer.device", "parallel.offload", dict(_OFFLOAD),
-               "cpu: true, with the parameters; nvme is not available", joint=True),
+        Mapped("zero_optimization.offload_optimizer.device", "parallel.offload", {**_OFFLOAD, "nvme": True},
+               "cpu and nvme: true, with the parameters", joint=True),
+        Mapped("zero_optimization.offload_optimizer.nvme_path",
+               "memory.optimizer_disk checkpoint.memory_tier",
+               note="with device nvme; without a path /local_nvme", joint=True),
         Mapped("zero_optimization.offload_param.device", "parallel.offload", dict(_OFFLOAD),
                "cpu: true, with the optimizer; nvme is not available", joint=True),
         Mapped("zero_optimization.cpu_offload", "parallel.offload", {True: True, False: None}, joint=True),
         Mapped("zero_optimization.cpu_offload_param", "parallel.offload", {True: True, False: None}, joint=True),
-        Missing("nothing is offloaded to disk", below("zero_optimization.offload_optimizer", "nvme_path") + " " +
-                below("zero_optimization.offload_param", "nvme_path")),
+        Missing("optimizer state alone goes to disk", below("zero_optimization.offload_param", "nvme_path")),
         Missing("everything is offloaded, or nothing", "zero_optimization.offload_optimizer.ratio",
                 off=(1, 1.0, None)),
         Meaningless("FSDP2 manages the copies to the host", below("zero_optimization.offload_optimizer", (

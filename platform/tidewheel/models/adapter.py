@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,8 @@ class Adapter(Part):
     """Kinds of parallelism that it works with, besides data parallelism."""
     CONSTANT: ClassVar[tuple[str, ...]] = ()
     """Ends of the names of its tensors that stay as they were at the start. Checkpoints hold them too."""
+    PROPOSED: ClassVar[Mapping[str, Any]] = {}
+    """Settings with which a plan proposes it when memory is short; {}: it does not."""
 
     targets: tuple[str, ...] = Field(default=("attention", "ffn"), min_length=1)
     """Modules to adapt: whole components of their names with `*` for any characters, such as wq, attention.w*,

@@ -212,14 +212,18 @@ def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], for
     share = held.first / held.whole
     ahead = max(gather * share, gather - forward)  # the first unit comes before anything can be computed
     last = reduce * share
-    behind = again + reduce
+    behind, waited = again + reduce, 0.0
+    if layout.shards == 1:  # FSDP2 of one rank copies a unit when it is needed, not ahead
+        ahead, behind, waited = gather, reduce, number * again
     exposed = gathers * ahead
     if p.pipeline > 1:
         exposed += number * max(0.0, again - backward) + reduce
     else:
         # gradients that are added up on the host hold up the backward pass, except for the first micro-batch's
         hidden = 1 if copies.added else reductions
-        exposed += hidden * max(last, behind - backward) + (number - hidden) * max(0.0, again - backward)
+        exposed += hidden * max(last, behind - backward) + waited
+        if not waited:
+            exposed += (number - hidden) * max(0.0, again - backward)
         exposed += (reductions - hidden) * (reduce + copies.added)
     seconds = gathers * gather + number * again + reductions * reduce
     moved = sent("all_gather", gathers * sizes.forward + number * sizes.backward, shard.ranks)

@@ -122,6 +122,10 @@ class Job:
         lowered = self.config.precision != "fp32" and not self.config.reproducible
         return 2 if lowered else self.weight_bytes
 
+    def gathered_here(self, ranks: int) -> int:
+        """Return the bytes of a parameter that FSDP2 of `ranks` ranks gathers: one rank keeps the parameters' dtype."""
+        return self.weight_bytes if ranks == 1 else self.gathered_bytes
+
     @property
     def residual_bytes(self) -> int:
         """Bytes of an element of the residual stream, which has the dtype of the parameters."""
@@ -133,6 +137,14 @@ class Job:
         masters = 4 if self.saved_bytes == 2 else 0
         averages = sum(4 * (1 + part.others) for part in self.config.callbacks if isinstance(part, Average))
         return self.config.optimizer.state_bytes(*self._updated) / self.saved_parameters + masters + averages
+
+    @property
+    def disk_bytes(self) -> float:
+        """Bytes of these that are on the node's disk (`memory.optimizer_disk`): all but the averages."""
+        if not self.config.memory.optimizer_disk:
+            return 0.0
+        masters = 4 if self.saved_bytes == 2 else 0
+        return self.config.optimizer.state_bytes(*self._updated) / self.saved_parameters + masters
 
     @property
     def paged_bytes(self) -> float:
@@ -176,8 +188,8 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 shards the parameters, which needs more than one rank."""
-        return self.parallel.data in ("zero2", "zero3") and self.shards > 1
+        """Whether FSDP2 holds the parameters: over several ranks, or in host memory."""
+        return self.parallel.data in ("zero2", "zero3") and (self.shards > 1 or self.parallel.offload)
 
     @property
     def reduces_once(self) -> bool:

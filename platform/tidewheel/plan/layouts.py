@@ -18,7 +18,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import KEEP_PARAMETERS, Job, Layout
 from tidewheel.plan.memory import Memory, memory
-from tidewheel.plan.offload import host_bytes
+from tidewheel.plan.offload import disk_bytes, host_bytes
 from tidewheel.plan.refusals import Refused, refusals, too_much
 from tidewheel.plan.step_time import StepTime, step_time
 from tidewheel.train.config import TrainConfig
@@ -46,6 +46,8 @@ class Planned:
     time: StepTime
     host: float
     """Bytes of host memory that a rank takes for offloaded state and activations."""
+    disk: float = 0.0
+    """Bytes of the node's disk that a rank takes for optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
     Raises:
         ConfigError: no layout is legal on this number of GPUs.
     """
+    if not cluster.kind.bf16 and "bf16" in (job.config.parameters, job.config.precision.replace("fp8", "bf16")):
+        raise ConfigError(f"a {cluster.gpu} has no bf16", where="precision",
+                          fix="set precision=fp16 and parameters=fp32")
     candidates = [(layout, memory(job, layout)) for layout in layouts(job, cluster)]
     logger.debug("%d legal layouts on %d GPUs", len(candidates), cluster.gpus)
     if not candidates:
@@ -87,6 +92,17 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
                   default=None) if reason else None
     refused = tuple(refusals(job, cluster, candidates, [planned.layout for planned in fitting]))
     return Ranking(tuple(best.values()), own_layout, reason, nearest, refused, len(candidates))
+
+
+def fastest_of_any_size(job: Job, cluster: ClusterConfig) -> Planned | None:
+    """Return the fastest layout if memory were no limit; None: no layout is legal.
+
+    Args:
+        job: the run.
+        cluster: the cluster.
+    """
+    return min((_planned(job, layout, memory(job, layout), cluster) for layout in layouts(job, cluster)), key=_order,
+               default=None)
 
 
 def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
@@ -108,8 +124,11 @@ def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
 def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator[Layout]:
     """Yield the legal layouts of one mesh."""
     data = cluster.gpus // mesh.unit
-    kinds: tuple[Data, ...] = get_args(Data) if data * mesh.context > 1 else ("ddp",)
     offload = job.config.parallel.offload  # a setting that stays, and that only these kinds have
+    alone = data * mesh.context == 1
+    kinds: tuple[Data, ...] = ("ddp",) if alone and not offload else get_args(Data)
+    if alone and offload and mesh.pipeline > 1:
+        return  # training refuses it
     for kind in [kind for kind in kinds if not offload or kind in ("zero2", "zero3")]:
         sharded = kind in ("zero2", "zero3")
         for replicate in _copies(cluster, mesh, data) if sharded else (1,):
@@ -159,7 +178,9 @@ def _expert_ranks(job: Job, shards: int) -> list[int]:
 
 def _kept(job: Job) -> list[MemoryConfig]:
     """Return the settings of activation checkpointing to try: the three usual ones, and the configuration's own."""
-    usual = [MemoryConfig(activation_checkpointing=kind) for kind in CHECKPOINTING]
+    disk = job.config.memory.optimizer_disk
+    stays = {"optimizer_disk": disk} if disk else {}
+    usual = [MemoryConfig.model_validate({"activation_checkpointing": kind, **stays}) for kind in CHECKPOINTING]
     return usual if job.config.memory in usual else [*usual, job.config.memory]
 
 
@@ -217,7 +238,7 @@ def own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
 
 
 def _planned(job: Job, layout: Layout, used: Memory, cluster: ClusterConfig) -> Planned:
-    return Planned(layout, used, step_time(job, layout, cluster), host_bytes(job, layout))
+    return Planned(layout, used, step_time(job, layout, cluster), host_bytes(job, layout), disk_bytes(job, layout))
 
 
 def _none_legal(job: Job, cluster: ClusterConfig) -> str:

@@ -76,7 +76,7 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     parts = held(job, layout, share)
     block, whole, shards = parts.block_here, parts.whole, layout.shards
     host = offloads(layout)
-    gathered = job.gathered_bytes
+    gathered = job.gathered_here(shards)
     loss_gradient = _output_gradient(job, layout, share)
     if layout.sharded:
         rows = whole / shards
@@ -85,6 +85,8 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         copies = rows * weight if keeps else parts.output * gathered
         if host:
             parameters, copies = (parameters, 0.0) if keeps else (0.0, copies)
+        if shards == 1:
+            copies += _casts(job, layout, share, block)
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
         gradients = GRADIENT_BYTES * (parts.whole_here if waiting else 0.0 if host else rows)

@@ -1,28 +1,28 @@
-"""CPU offload (`parallel.offload`): host memory, copies over the link to the host, and the update on the CPU.
+"""Offload to the host (`parallel.offload`) and to disk (`memory.optimizer_disk`): bytes there, copies, the update.
 
 FSDP2 keeps a rank's rows of parameters, gradients and optimizer state in pinned host memory. Before each all-gather it
 copies the rows to the GPU in the parameters' dtype, on the stream of the all-gather, so the copy is hidden as far as
 the gather is. After each reduce-scatter it copies the rows of the gradient back. It does not wait for the first of a
 step; later ones it adds up on the CPU, and the backward pass waits meanwhile
 (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`). The update starts when the last gradient
-has arrived, and nothing overlaps it.
+has arrived, and nothing overlaps it: the norm that clips is of the whole gradient.
+
+State on disk is read, updated and written layer by layer, all three at once; see `train.optim.disk_state`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidewheel.plan.hardware import Gpu
+from tidewheel.plan.hardware import GB, ClusterConfig, Gpu
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
+from tidewheel.train.optim.disk_config import PIECE_BYTES, PIECES
 
 HOST_SHARE = 0.24
 """Share of the host memory's data-sheet bandwidth that PyTorch's unfused AdamW reaches: 84 bytes per parameter in
 1.39 s per billion parameters (arXiv:2101.06840, table 4, PT-CPU) are 60 of the 256 GB/s of a DGX-2's 2 x 6 channels
 of DDR4-2666."""
-UPDATE_TRAFFIC = 84.0
-"""Bytes per fp32 parameter that `torch.optim.AdamW(foreach=True)` moves on a CPU, operation by operation; a test counts
-them. The fused kernel, which moves 28, rounds differently at the ends of shards, see `optimizers.adamw`."""
 CLIP_TRAFFIC = 12.0
 """Bytes per gradient to take its norm (4) and to scale it (8)."""
 MASTER_TRAFFIC = 6.0
@@ -76,7 +76,47 @@ def update_seconds(job: Job, rows: float, gpu: Gpu) -> float:
         gpu: the GPU, with its share of the host.
     """
     extra = MASTER_TRAFFIC if job.weight_bytes == 2 else 0.0
-    return rows * (UPDATE_TRAFFIC + CLIP_TRAFFIC + extra) / _host_rate(gpu)
+    return rows * (job.config.optimizer.HOST_TRAFFIC + CLIP_TRAFFIC + extra) / _host_rate(gpu)
+
+
+def disk_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of optimizer state on the node's disk of the fullest rank, and of a save's copy of it."""
+    return 2 * max(_rows(job, layout, share) for share in shares(job, layout)) * job.disk_bytes
+
+
+def disk_seconds(job: Job, rows: float, cluster: ClusterConfig) -> float:
+    """Return the seconds in which optimizer state is read from disk and written back, which share its bandwidth.
+
+    Args:
+        job: the run.
+        rows: parameters that this rank updates.
+        cluster: the cluster.
+    """
+    return 2 * rows * job.disk_bytes / (cluster.disk_gbytes * GB)
+
+
+def _in_flight(job: Job, layout: Layout) -> float:
+    """Return the bytes of optimizer state in memory on its way between disk and update.
+
+    Each piece has the state of `PIECE_BYTES`, or of the largest parameter.
+    """
+    largest = job.vocabulary_matrix / layout.parallel.tensor / updating_ranks(layout) * job.disk_bytes
+    return PIECES * max(largest, PIECE_BYTES) if job.disk_bytes else 0.0
+
+
+def _rows(job: Job, layout: Layout, share: Share) -> float:
+    """Return the parameters that a rank updates."""
+    if job.config.adapter is not None:
+        updated = job.saved_parameters * share.blocks / job.model.num_layers / layout.parallel.tensor
+        return updated / updating_ranks(layout)
+    return held(job, layout, share).whole / updating_ranks(layout)
+
+
+def updating_ranks(layout: Layout) -> int:
+    """Return the number of ranks that share an update."""
+    if layout.sharded:
+        return layout.shards
+    return layout.data * layout.parallel.context if layout.parallel.data == "zero1" else 1
 
 
 def host_bytes(job: Job, layout: Layout) -> float:
@@ -88,7 +128,8 @@ def _of_share(job: Job, layout: Layout, share: Share) -> float:
     size = 0.0
     if offloads(layout):
         rows = held(job, layout, share).whole / layout.shards
-        size += rows * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes)
+        size += rows * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes - job.disk_bytes)
+        size += _in_flight(job, layout)
     elif job.paged_bytes:
         updated = job.saved_parameters * share.blocks / job.model.num_layers / layout.parallel.tensor
         size += updated * job.paged_bytes / (layout.shards if layout.sharded else 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import Job, Layout
 from tidewheel.plan.memory import Memory
-from tidewheel.plan.offload import host_bytes
+from tidewheel.plan.offload import disk_bytes, host_bytes
 from tidewheel.train.parallel import legal
 from tidewheel.train.parallel.config import ParallelConfig
 
@@ -34,9 +34,12 @@ def too_much(job: Job, layout: Layout, used: Memory, cluster: ClusterConfig) -> 
     """
     if used.total <= cluster.usable_bytes:
         host, there = host_bytes(job, layout), cluster.kind.host_memory
-        return "" if host <= there else (
-            f"needs {host / GB:.1f} GB of host memory for each GPU, which has {there / GB:.1f} "
-            "(--assume host_memory_gb=...)")
+        if host > there:
+            return (f"needs {host / GB:.1f} GB of host memory for each GPU, which has {there / GB:.1f} "
+                    "(--assume host_memory_gb=...)")
+        disk = disk_bytes(job, layout) / GB
+        return "" if disk <= cluster.disk_gb else (
+            f"needs {disk:.1f} GB of local disk for each GPU, which has {cluster.disk_gb:.1f} (--assume disk_gb=...)")
     largest = sorted(used.parts().items(), key=lambda part: -part[1])[:2]
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in largest)
     return (f"needs {used.total / GB:.1f} GB of the {cluster.usable_bytes / GB:.1f} that a "

@@ -15,7 +15,7 @@ from tidewheel.plan.experts import products_seconds
 from tidewheel.plan.hardware import ClusterConfig, Gpu
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import Job, Layout, Share, shares
-from tidewheel.plan.offload import offloads, transfers, update_seconds
+from tidewheel.plan.offload import disk_seconds, offloads, transfers, update_seconds, updating_ranks
 
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward pass over its forward pass: flash attention recomputes the scores (arXiv:2205.14135,
@@ -102,7 +102,8 @@ def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) ->
     compute = num_micro_batches * (forward + backward)
     inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context", "expert"))  # stretches every pass
     outside = sum(axis.exposed for axis in axes) - inside
-    update = optimizer_seconds(job, layout, parameters.whole, gpu)
+    update = max(optimizer_seconds(job, layout, parameters.whole, gpu),
+                 disk_seconds(job, parameters.whole / updating_ranks(layout), cluster))
     seconds = ((compute + inside) / (1 - waiting) + outside + update) / cluster.efficiency
     tokens = job.config.batch.global_sequences * job.row_tokens
     flops = job.flops_per_token * tokens
@@ -208,9 +209,7 @@ def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> 
         parameters: parameters of this rank's part of the model, before data parallelism.
         gpu: the GPU.
     """
-    ranks = layout.shards if layout.sharded else (
-        layout.data * layout.parallel.context if layout.parallel.data == "zero1" else 1)
-    rows = parameters / ranks
+    rows = parameters / updating_ranks(layout)
     if offloads(layout):
         return update_seconds(job, rows, gpu)
     extra = 6.0 if job.weight_bytes == 2 else 0.0

@@ -7,11 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from tidewheel.console import print_table
+from tidewheel.plan.byte_models import byte_models
 from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import GRADIENT_BYTES, Job
 from tidewheel.plan.layouts import Planned, Ranking
 from tidewheel.plan.memory_tier import MemoryTierCost
 from tidewheel.plan.offload import offloads
+from tidewheel.plan.proposals import Proposal, proposals
 from tidewheel.plan.summary import Summary
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.teacher_config import live_teacher, teacher_config
@@ -81,6 +83,7 @@ def layout_row(name: str, planned: Planned) -> Row:
             "batches": f"{layout.micro_batches} of {layout.micro_sequences}",
             "recomputed": layout.memory.activation_checkpointing, "GB/GPU": f"{planned.memory.total / GB:.1f}",
             "s/step": f"{time.seconds:.2f}", "MFU %": f"{100 * time.mfu:.1f}", "bubble %": f"{100 * time.bubble:.1f}",
+            "(p-1)/m %": f"{100 * (layout.parallel.pipeline - 1) / layout.micro_batches:.1f}",
             "exposed %": f"{100 * time.exposed / time.seconds:.1f}",
             "tokens/s": f"{time.tokens_per_second:,.0f}"}
 
@@ -95,7 +98,33 @@ def memory_rows(plans: Sequence[tuple[str, Planned]]) -> list[Row]:
     if any(planned.host for _, planned in plans):
         rows.append({"GB on a GPU": "in host memory", **{title: f"{planned.host / GB:.2f}"
                                                         for title, planned in plans}})
+    if any(planned.disk for _, planned in plans):
+        rows.append({"GB on a GPU": "on disk", **{title: f"{planned.disk / GB:.2f}" for title, planned in plans}})
     return rows
+
+
+def state_rows(job: Job) -> list[Row]:
+    """Return a row per optimizer and published byte model, with the state of the whole model."""
+    rows: list[Row] = []
+    for model in byte_models(job):
+        parts = (model.parameter, model.gradient, model.master, model.state)
+        rows.append({"optimizer": model.what, "bytes": " + ".join(f"{size:.3g}" for size in parts),
+                     "GB in all": f"{job.parameters * model.total / GB:,.1f}", "": model.note})
+    return rows
+
+
+def proposal_rows(found: Sequence[Proposal]) -> list[Row]:
+    """Return a row per change with which a run fits."""
+    return [{"change": item.change.what, "layout": item.planned.layout.describe(),
+             "GB/GPU": f"{item.planned.memory.total / GB:.1f}", "host GB": f"{item.planned.host / GB:.1f}",
+             "disk GB": f"{item.planned.disk / GB:.1f}", "s/step": f"{item.planned.time.seconds:.2f}",
+             "slower": "" if item.slower is None else f"{item.slower:.2f} x", "trains": item.change.trains,
+             "settings": " ".join(f"--set {name}={_quoted(value)}" for name, value in item.change.settings.items())}
+            for item in found]
+
+
+def _quoted(value: object) -> str:
+    return f"'{value}'" if " " in str(value) else str(value)
 
 
 def communication_rows(planned: Planned) -> list[Row]:
@@ -178,9 +207,10 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
         print_table(memory_rows(columns), title=f"memory: {cluster.usable_bytes / GB:.1f} GB can be used")
     if ranking.fitting and (axes := communication_rows(ranking.fitting[0])):
         print_table(axes, title="communication of the first")
-    if columns and offloads(columns[0][1].layout):
+    if columns and (offloads(columns[0][1].layout) or columns[0][1].disk):
         time = columns[0][1].time
-        print(f"offload: the update on the CPU takes {time.optimizer:.1f} of {time.seconds:.1f} s in each step")
+        where = "with state on disk" if columns[0][1].disk else "on the CPU"
+        print(f"offload: the update {where} takes {time.optimizer:.1f} of {time.seconds:.1f} s in each step")
     if ranking.refused:
         print_table([asdict(refused) for refused in ranking.refused],
                     title="what does not fit, and the nearest that does")
@@ -188,6 +218,11 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
         print(f"yours: {reason}")
     if ranking.nearest:
         print(f"nearest that fits: {ranking.nearest.layout.describe()}: {_options(ranking.nearest)}")
+    if not ranking.fitting:
+        rows = proposal_rows(list(proposals(job, cluster)))
+        print_table(rows or [{"change": "none that is known"}],
+                    title="nothing fits; with these changes it does, in times the step of GPUs with enough memory")
+    print_table(state_rows(job), title="bytes of a parameter: parameter + gradient + master weight + optimizer state")
     if whole:
         print_table(summary_rows(job, cluster, whole), title="the run with the first")
         print_table(request_rows(whole), title="requests to storage")
@@ -213,6 +248,10 @@ def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, run_cost: Summar
             "cluster": cluster.canonical(), "gpu": cluster.kind.canonical(), "tried": ranking.tried,
             "layouts": [_values(planned) for planned in ranking.fitting],
             "own": None if ranking.own is None else _values(ranking.own), "own_reason": ranking.own_reason,
+            "proposals": [] if ranking.fitting else [
+                {"settings": item.change.settings, "slower": item.slower, **_values(item.planned)}
+                for item in proposals(job, cluster)],
+            "byte_models": [{**asdict(model), "total": model.total} for model in byte_models(job)],
             "nearest": None if ranking.nearest is None else _values(ranking.nearest),
             "refused": [asdict(refused) for refused in ranking.refused],
             "run": None if run_cost is None else asdict(run_cost)}
@@ -221,7 +260,7 @@ def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, run_cost: Summar
 def _values(planned: Planned) -> dict[str, Any]:
     time = asdict(planned.time)
     memory = {**planned.memory.parts(), "state": planned.memory.state, "total": planned.memory.total,
-              "host": planned.host}
+              "host": planned.host, "disk": planned.disk}
     return {"layout": planned.layout.describe(), "settings": planned.layout.settings(),
             "data_ranks": planned.layout.data, "micro_batches": planned.layout.micro_batches,
             "memory": memory, "time": time}

@@ -350,6 +350,12 @@ class TrainConfig(Config):
             raise ValueError(f"parallel.offload keeps optimizer state in host memory, but optimizer.kind "
                              f"{name_of(type(self.optimizer))} {self.optimizer.NOT_OFFLOADABLE}; nearest legal "
                              f"choice: optimizer.kind {offloadable}")
+        if self.memory.optimizer_disk and not self.parallel.offload:
+            raise ValueError("memory.optimizer_disk keeps the state of an update on the host on disk, but "
+                             "parallel.offload is false; nearest legal choice: parallel.offload true")
+        if self.memory.optimizer_disk and self.checkpoint.memory_tier.every_steps != 0:
+            raise ValueError("memory.optimizer_disk is for state that host memory has no room for, but the memory tier "
+                             "keeps copies of it there; nearest legal choice: checkpoint.memory_tier.every_steps 0")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
             raise ValueError(f"parameters bf16 with precision {self.precision}: nearest legal choice: precision bf16")
         if self.evaluation.separate and self.checkpoint.keep_best:

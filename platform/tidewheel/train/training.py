@@ -95,6 +95,8 @@ class Training:
                              one_shape=config.parallel.pipeline > 1, noise=noise_of(config),
                              by_source=config.metrics.loss_by_source)
         optimizer = build_optimizer(model, config.optimizer)
+        if config.memory.optimizer_disk:
+            optimizer.move_to_disk(Path(config.memory.optimizer_disk))
         return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
                    optimizer=optimizer,

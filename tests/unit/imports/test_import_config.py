@@ -183,6 +183,14 @@ def test_nvme_is_not_silently_the_host(tmp_path):
     assert not loaded(result, tmp_path).parallel.offload
 
 
+def test_an_optimizer_on_nvme_is_on_disk(tmp_path):
+    offload = {"device": "nvme", "nvme_path": "/nvme"}
+    text = json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
+    settings = loaded(imported("deepspeed", text), tmp_path)
+    assert settings.parallel.offload
+    assert settings.memory.optimizer_disk == "/nvme"
+
+
 def test_a_pipeline_example_loads(tmp_path):
     settings = loaded(imported("deepspeed", published.PIPELINE, gpus=4), tmp_path)
     assert settings.batch.global_sequences == 256

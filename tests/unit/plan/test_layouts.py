@@ -17,7 +17,7 @@ from tidewheel.config import build, load
 from tidewheel.errors import ConfigError
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
-from tidewheel.plan.layouts import Ranking, layouts, rank
+from tidewheel.plan.layouts import Ranking, layouts, own, rank
 from tidewheel.plan.memory_tier import memory_tier
 from tidewheel.plan.summary import summary
 from tidewheel.train.config import TrainConfig
@@ -75,11 +75,21 @@ def test_the_published_layout_is_listed(seventy: tuple[Job, ClusterConfig, Ranki
     assert published.time.axes[0].exposed - first.time.axes[0].exposed > 0.75 * slower
 
 
+def test_the_configuration_has_the_layout_that_is_first(seventy: tuple[Job, ClusterConfig, Ranking]):
+    """And its layout fits the smallest number of workers that it allows."""
+    job, _, ranking = seventy
+    assert ranking.own is not None
+    assert ranking.own.layout == ranking.fitting[0].layout
+    planned, reason = own(job, ClusterConfig(gpus=job.config.elastic.min_workers))
+    assert planned is not None
+    assert not reason
+
+
 def test_why_meshes_are_refused(seventy: tuple[Job, ClusterConfig, Ranking]):
     reasons = {item.what: (item.reason, item.nearest) for item in seventy[2].refused}
     assert reasons["TP 16"] == ("parallel.tensor 16 would span several nodes of 8 GPUs", "TP 8")
     assert reasons["TP 1 x PP 1 x DP 256"][0] == (
-        "256 data-parallel ranks do not divide batch.virtual_ranks 32; nearest that do: 32")
+        "256 data-parallel ranks do not divide batch.virtual_ranks 64; nearest that do: 64")
     assert "82 pieces of the model" in reasons["TP 1 x PP 128 x DP 2"][0]
     assert "needs 86.6 GB" in reasons["TP 1 x PP 8 x DP 32"][0]
     assert reasons["TP 1 x PP 8 x DP 32"][1] == "TP 2 x PP 8"

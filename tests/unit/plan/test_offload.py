@@ -11,15 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from tests.unit.plan.test_recipes import job_of
 from tidewheel.cli import run_command
-from tidewheel.config import build
+from tidewheel.config import build, load
 from tidewheel.plan.hardware import GPUS, ClusterConfig
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import Job, Layout, shares
 from tidewheel.plan.layouts import own, rank
-from tidewheel.plan.offload import HOST_SHARE, UPDATE_TRAFFIC, host_bytes, transfers, update_seconds
+from tidewheel.plan.offload import HOST_SHARE, host_bytes, transfers, update_seconds
 from tidewheel.plan.step_time import step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.optim.base import Optimizer
 from tidewheel.train.parallel.config import ParallelConfig
 
 CLUSTER = ClusterConfig(gpus=2, gpu="rtx4090", nodes_of=2)
@@ -48,16 +49,70 @@ def test_the_traffic_of_an_update_on_a_cpu():
     optimizer.step()  # allocates the state
     with Traffic() as counted:
         optimizer.step()
-    assert counted.bytes == UPDATE_TRAFFIC * parameter.numel()
+    assert counted.bytes == Optimizer.HOST_TRAFFIC * parameter.numel()
 
 
 def test_published_update_times():
     """PyTorch's Adam on a DGX-2 takes 1.39, 2.75, 5.71 and 11.93 s for 1, 2, 4 and 8 billion parameters
     (arXiv:2101.06840, table 4)."""
     host = GPUS["h100"].model_copy(update={"host_bandwidth": 256e9})
-    job = Job(build(TrainConfig, {}), 512, 64)
+    unfused, fused = (Job(build(TrainConfig, {"optimizer": {"kind": kind}}), 512, 64) for kind in ("lion", "adamw"))
     for billions, seconds in ((1, 1.39), (2, 2.75), (4, 5.71), (8, 11.93)):
-        assert update_seconds(job, billions * 1e9, host) == pytest.approx(seconds, rel=0.2)
+        assert update_seconds(unfused, billions * 1e9, host) == pytest.approx(seconds, rel=0.2)
+        assert update_seconds(fused, billions * 1e9, host) < seconds / 2
+
+
+def test_8b_on_eight_a100_with_offload_takes_20_to_40_percent_longer():
+    """As published for ZeRO-Offload and ZeRO-3 offload: the same layout, without and with offload."""
+    changes = ["parallel.data=zero3", "batch.global_sequences=64", "batch.virtual_ranks=8", "batch.micro_sequences=4",
+               "memory.activation_checkpointing=full"]
+    times = {}
+    for offload in (False, True):
+        config = load(TrainConfig, "jobs/configs/llama_8b.yaml", [*changes, f"parallel.offload={offload}"])
+        planned, reason = own(Job(config, 128_256, 8192), ClusterConfig(gpus=8, gpu="a100"))
+        assert planned is not None
+        assert not reason
+        times[offload] = planned.time.seconds
+    assert 1.2 < times[True] / times[False] < 1.4
+
+
+def alone(**settings: Any) -> Job:
+    values = {"model": {"preset": "1b"}, "precision": "bf16", "compile": True,
+              "checkpoint": {"memory_tier": {"every_steps": 0}},
+              "parallel": {"data": "zero3", "offload": True}, "elastic": {"max_workers": 1},
+              "batch": {"global_sequences": 8, "micro_sequences": 4, "virtual_ranks": 1}, **settings}
+    return Job(build(TrainConfig, values), 128_256, 4096)
+
+
+ONE = ClusterConfig(gpus=1, gpu="rtx4090", nodes_of=1)
+
+
+def test_one_gpu_offloads_and_waits_for_its_copies():
+    """FSDP2 of one rank copies a unit when it is needed: nothing hides that."""
+    job = alone()
+    planned, reason = own(job, ONE)
+    assert planned is not None, reason
+    assert planned.layout.sharded
+    assert planned.host == 16 * job.parameters
+    copies = 2 * (job.parameters + job.model.num_layers * job.block_matrices) * 4 / 25e9
+    assert planned.time.axes[-1].exposed > copies
+
+
+def test_state_on_disk_is_counted_in_bytes_and_time():
+    disk = {"optimizer_disk": "/local_nvme", "activation_checkpointing": "full"}
+    planned, reason = own(alone(memory=disk), ONE)
+    without, _ = own(alone(memory={"activation_checkpointing": "full"}), ONE)
+    assert planned is not None, reason
+    assert without is not None
+    parameters = alone().parameters
+    assert planned.disk == 2 * 8 * parameters, "a save has a copy"
+    assert without.disk == 0
+    # four pieces are in memory, of the state of the embedding, the largest parameter
+    assert planned.host == pytest.approx(without.host - 8 * parameters + 4 * 8 * alone().vocabulary_matrix)
+    assert planned.time.optimizer == pytest.approx(max(without.time.optimizer, 2 * 8 * parameters / 3e9))
+    assert {item.layout.memory.optimizer_disk for item in rank(alone(memory=disk), ONE).fitting} == {"/local_nvme"}
+    _, reason = own(alone(memory=disk), ONE.model_copy(update={"disk_gb": 5.0}))
+    assert "GB of local disk for each GPU, which has 5.0 (--assume disk_gb=...)" in reason
 
 
 def layout(micro_batches: int = 1, data: str = "zero3", offload: bool = True) -> Layout:
@@ -88,12 +143,12 @@ def test_each_further_micro_batch_waits_for_the_host():
 
 
 def test_offload_takes_the_time_that_it_takes():
-    """10B on one V100 reached 40 of 125 TFLOP/s (arXiv:2101.06840, abstract): 20 to 40 % of the peak is its class."""
+    """10B on one V100 reached 40 of 125 TFLOP/s (arXiv:2101.06840, abstract): 32 %, and a roofline is above it."""
     job = job_of("pretrain_10b_2x24gb")
     planned, reason = own(job, CLUSTER)
     assert planned is not None, reason
-    assert 0.2 < planned.time.mfu < 0.4
-    assert planned.time.optimizer > 0.2 * planned.time.seconds, "the update on the host is not free"
+    assert 0.2 < planned.time.mfu < 0.45
+    assert planned.time.optimizer > 0.1 * planned.time.seconds, "the update on the host is not free"
 
 
 def test_host_memory_is_counted_and_can_be_too_little():
@@ -119,5 +174,5 @@ def test_the_command_says_what_the_update_takes(capsys: pytest.CaptureFixture[st
                "--nodes-of", "2"]
     assert run_command(command) == 0
     shown = capsys.readouterr().out
-    assert "offload: the update on the CPU takes 46.3 of 156.3 s in each step" in shown
+    assert "offload: the update on the CPU takes 19.3 of 129.3 s in each step" in shown
     assert "in host memory" in shown

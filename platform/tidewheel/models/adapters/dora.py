@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from tidewheel.models.adapters.lora import Lora
 from tidewheel.versions import Version
@@ -19,6 +20,7 @@ class Dora(Lora):
     EXPERTS: ClassVar[bool] = False
     CONSTANT: ClassVar[tuple[str, ...]] = ()
     DIRECTED: ClassVar[bool] = True
+    PROPOSED: ClassVar[Mapping[str, Any]] = {}
 
     start: Literal["zero"] = "zero"
     """A is random and B is 0."""

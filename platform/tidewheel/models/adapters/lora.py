@@ -38,6 +38,8 @@ class Lora(Adapter):
     VERSION = Version("adapter_lora", uses=(Adapter.VERSION,))
     EMBEDDING = True
     PEFT = "LORA"
+    PROPOSED: ClassVar[Mapping[str, Any]] = {"rank": 64, "targets": "[attention, ffn]"}
+    # of QLoRA's appendix B.2 (arXiv:2305.14314)
     EXPERTS = True
     CONSTANT: ClassVar[tuple[str, ...]] = (".a0", ".b0")
     DIRECTED: ClassVar[bool] = False

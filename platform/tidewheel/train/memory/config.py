@@ -16,7 +16,7 @@ OPTIONS: dict[str, str] = {"every": "every_nth", "recompute_products": "selectiv
 
 
 class MemoryConfig(Config):
-    """Activation checkpointing; it changes memory and speed, never the result."""
+    """Activation checkpointing and optimizer state on disk; they change memory and speed, never the result."""
 
     activation_checkpointing: Kind = "none"
     """What to keep of a block's forward pass until its backward pass.
@@ -33,6 +33,19 @@ class MemoryConfig(Config):
     keep_products: tuple[str, ...] = ()
     """selective: keep the results of these linear layers of a block and of attention, and recompute all other products:
     [wo, w2]. The names are those in the block, or the ends of them. Default: see `recompute_products`."""
+
+    optimizer_disk: str = ""
+    """Folder on a local disk of every node, such as /local_nvme: optimizer state, master weights included, lives there
+    and passes through memory layer by layer during an update (https://arxiv.org/abs/2104.07857). The files have no
+    name, so they vanish with the process. "": in memory."""
+
+    @pydantic.field_validator("optimizer_disk")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if value and not value.startswith("/"):
+            raise ValueError(f"{value!r} is not an absolute path on a local disk; nearest legal choice: "
+                             f"/{value.partition('://')[2] or value}")
+        return value
 
     @pydantic.model_validator(mode="after")
     def _used(self) -> MemoryConfig:

@@ -1,8 +1,8 @@
 """The peak of each GPU, which MFU is measured against. Metrics and plans share this table; nothing here imports torch.
 
-Dense bf16 FLOP/s with fp32 accumulation from NVIDIA's data sheets; where a sheet gives only the figure with sparsity,
-half of it. One chip has different peaks in different products: an H100 on PCIe has fewer processors and a lower clock
-than one on SXM.
+Dense bf16 FLOP/s with fp32 accumulation from the vendors' data sheets; where a sheet gives only the figure with
+sparsity, half of it. One chip has different peaks in different products: an H100 on PCIe has fewer processors and a
+lower clock than one on SXM.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ PEAKS: tuple[GpuPeak, ...] = (
     GpuPeak("RTX 3090", r"RTX 3090", 71e12),
     GpuPeak("RTX 4090", r"RTX 4090", 165.2e12),
     GpuPeak("RTX A6000", r"RTX A6000", 154.8e12),
+    GpuPeak("T4", r"T4", 65e12),  # fp16's: it has no bf16
+    GpuPeak("MI300X", r"AMD Instinct MI300X.*", 1307.4e12),
 )
 """Products by the names that drivers report. A part of a GPU (MIG) and products that are not listed have no peak."""
 

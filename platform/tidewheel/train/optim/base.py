@@ -16,7 +16,7 @@ Nothing here imports torch before an optimizer is built.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pydantic import Field, field_validator
@@ -56,6 +56,15 @@ class Optimizer(Part):
     gradient and state. Reproducible mode refuses an optimizer with a reason."""
     NOT_OFFLOADABLE: ClassVar[str] = ""
     """Why its state cannot be kept in host memory (`parallel.offload`); "" if it can."""
+    HOST_TRAFFIC: ClassVar[float] = 84.0
+    """Bytes of a parameter that an update in host memory moves, for plans. The default is what
+    `torch.optim.AdamW(foreach=True)` moves on a CPU, operation by operation; a test counts it."""
+    STATE_NOTE: ClassVar[str] = ""
+    """What a plan says of its bytes."""
+    LEANER: ClassVar[Mapping[str, Any]] = {}
+    """Settings with which it keeps less state, for plans."""
+    COMPACT: ClassVar[str] = ""
+    """What a plan calls its state when it proposes it because memory is short; "": it does not."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""

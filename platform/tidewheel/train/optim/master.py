@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tidewheel.train.optim.base import Named, Optimizer
+from tidewheel.train.optim.disk_state import DiskState
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
 
 
@@ -29,6 +31,8 @@ class MasterWeights(ModelOptimizer):
         super().__init__(self._masters, config.build_all(self._masters), config.stored)
 
     def started(self) -> None:
+        if self.disk is not None:
+            self.disk.forget()
         with torch.no_grad():
             for (_, parameter), (_, master) in zip(self._parameters, self._masters):
                 master.copy_(parameter)
@@ -39,8 +43,18 @@ class MasterWeights(ModelOptimizer):
             master.grad = None if parameter.grad is None else _in_fp32(parameter.grad)
         super().step(skip, factor)
         for (_, parameter), (_, master) in zip(self._parameters, self._masters):
-            parameter.copy_(master)
+            if self.disk is None:
+                parameter.copy_(master)
             master.grad = None
+
+    def _updated(self, parameters: Sequence[torch.Tensor]) -> None:
+        for master in parameters:
+            self._of_master[master].copy_(master)
+
+    def move_to_disk(self, folder: Path) -> None:
+        pairs = zip(self._masters, self._parameters)
+        self._of_master: dict[torch.Tensor, torch.Tensor] = {master: parameter for (_, master), (_, parameter) in pairs}
+        self.disk = DiskState(folder, self.parts, masters=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {**super().tensors(), **{f"{name}.master": master.detach() for name, master in self._masters}}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from tidewheel.errors import ConfigError
 from tidewheel.train.optim.base import COUNT, Named
+from tidewheel.train.optim.disk_state import DiskState
 
 Stored = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """From the name and value of a state tensor to {name: plain tensor} in a checkpoint."""
@@ -26,7 +28,12 @@ class ModelOptimizer:
         named: (name in the whole model, tensor or DTensor) of each parameter.
         parts: torch optimizers; every parameter belongs to one of them.
         stored: converts a state tensor to the form in a checkpoint.
+
+    Attributes:
+        disk: the file that holds the state; None: it is in memory.
     """
+
+    disk: DiskState | None = None
 
     def __init__(self, named: Iterable[Named], parts: Sequence[torch.optim.Optimizer],
                  stored: Stored = unchanged) -> None:
@@ -68,7 +75,23 @@ class ModelOptimizer:
             if is_fused(part):  # torch.amp.GradScaler sets the same attributes
                 part.grad_scale = None if factor is None else factor.reciprocal().float()  # type: ignore[attr-defined]
                 part.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
-            part.step()
+            if self.disk is None:
+                part.step()
+            else:
+                self.disk.step(part, self._updated)
+        if self.disk is not None:
+            self.disk.read_ahead()
+
+    def _updated(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Handle that parameters were updated, while their state is in memory. Called with state on disk."""
+
+    def move_to_disk(self, folder: Path) -> None:
+        """Keep the state in a file on a local disk from now on, see `DiskState`.
+
+        Raises:
+            StorageError: the disk has not enough space.
+        """
+        self.disk = DiskState(folder, self.parts)
 
     def take_curvature(self, targets: float) -> None:
         """Give the gradients of drawn labels to the optimizers, see `Optimizer.curvature_every`."""
@@ -88,6 +111,8 @@ class ModelOptimizer:
         Raises:
             ConfigError: an update has created state that did not exist before the first one.
         """
+        if self.disk is not None:
+            self.disk.forget()
         tensors: dict[str, torch.Tensor] = {}
         counts = self._counts()
         if counts:

@@ -23,6 +23,7 @@ class Adam(Optimizer):
     VERSION = Version("optimizer_adam", uses=(Optimizer.VERSION,))
     STATE = ("step", "exp_avg", "exp_avg_sq")
     NOT_REPRODUCIBLE = ""
+    HOST_TRAFFIC = 28.0  # torch's fused kernel reads parameter, gradient and moments, and writes all but the gradient
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
@@ -38,6 +39,10 @@ class Adam(Optimizer):
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
 
+        from tidewheel.train.optimizers.rules import host_adam
+
+        if host_adam.is_offloaded(groups):
+            return host_adam.HostAdam(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=False)
         fused = on_cuda(groups)
         return torch.optim.Adam(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=not fused,
                                 fused=fused)

@@ -19,6 +19,7 @@ class AdamW(Optimizer):
     VERSION = Version("optimizer_adamw", uses=(Optimizer.VERSION,))
     STATE = ("step", "exp_avg", "exp_avg_sq")
     NOT_REPRODUCIBLE = ""
+    HOST_TRAFFIC = 28.0  # torch's fused kernel reads parameter, gradient and moments, and writes all but the gradient
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
@@ -32,6 +33,10 @@ class AdamW(Optimizer):
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
 
+        from tidewheel.train.optimizers.rules import host_adam
+
+        if host_adam.is_offloaded(groups):
+            return host_adam.HostAdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=False)
         # CPUs use the foreach variant. Their fused kernel rounds the tail of a vector differently from its body, so
         # results would depend on how parameters are sharded.
         fused = on_cuda(groups)

@@ -18,7 +18,9 @@ class AdamW8bit(AdamW):
 
     VERSION = Version("optimizer_adamw8bit", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "keeps its moments in blocks, whose bounds follow the shards"
-    NOT_OFFLOADABLE = "quantises its moments on the device that trains"
+    HOST_TRAFFIC = 11 * AdamW.HOST_TRAFFIC  # it takes as long as so much traffic (tests.benchmarks.disk_offload)
+    STATE_NOTE = "two codes, and two scales for 256 of them"
+    COMPACT = "8-bit moments"
 
     paged: bool = False
     """Keep the moments of matrices in host memory. On a GPU an update brings those of one parameter at a time, so the

@@ -21,6 +21,8 @@ class Muon(AdamW):
 
     VERSION = Version("optimizer_muon", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "gathers matrices in products whose order follows the layout"
+    HOST_TRAFFIC = 128.0  # beside its products
+    STATE_NOTE = "4 of a block's matrix, 8 of others"
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate of both, on AdamW's scale (`match_rms_adamw`)."""

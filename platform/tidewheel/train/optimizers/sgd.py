@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pydantic
 from pydantic import Field
@@ -25,6 +25,7 @@ class SGD(Optimizer):
 
     VERSION = Version("optimizer_sgd", uses=(Optimizer.VERSION,))
     STATE = (MOMENTUM,)
+    LEANER: ClassVar[Mapping[str, Any]] = {"momentum": 0.0}
     NOT_REPRODUCIBLE = ""
 
     learning_rate: float = Field(default=0.1, gt=0)

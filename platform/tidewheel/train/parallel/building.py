@@ -167,8 +167,8 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
     if shards is not None:
         return _fully_sharded(part, config, mesh, shards, device, num_parameters, order)
     if parallel.offload:
-        raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",
-                          where="parallel.offload", fix="leave it out, or start more workers")
+        raise ConfigError("parallel.offload with a pipeline or with replicas needs at least two workers that shard "
+                          "the parameters", where="parallel.offload", fix="leave it out, or start more workers")
     if not isinstance(part, Wrapped):
         part.to_empty(device=device)
     if frozen:
@@ -194,9 +194,8 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
         far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
         ordered = {"order": order, "sums": lambda: OrderedSum(order, near, far)}
         inner = mesh.of("shard", "context")
-        assert inner is not None
-        shards = inner  # `far` sums over replicas
-    if config.reproducible:
+        shards = inner if inner is not None else shards  # `far` sums over replicas
+    if config.reproducible or shards.size() == 1:
         # a single rank runs without FSDP2, which would round the weights of norms to 16 bits
         precision = dataclasses.replace(precision, param_dtype=None)
     if config.adapter is not None and config.adapter.base != "plain":
@@ -229,5 +228,6 @@ def reduces_always(config: TrainConfig, mesh: Mesh, num_parameters: int) -> bool
     reduce = config.parallel.reduce
     if config.parallel.reduce_dtype == "bf16" and config.parallel.replicate > 1:
         return False  # FSDP2 would add up micro-batches in bf16 before the all-reduce over replicas
-    return (config.parallel.fully_sharded and mesh.size("shard", "context") > 1
+    sharded = mesh.size("shard", "context") > 1 or config.parallel.offload
+    return (config.parallel.fully_sharded and sharded
             and (reduce == "micro_batch" or (reduce == "auto" and _large(config, num_parameters))))

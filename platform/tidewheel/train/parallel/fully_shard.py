@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,10 +29,11 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.models.moe.experts import Experts
 from tidewheel.models.wrapped import Wrapped
 from tidewheel.train import fp8
-from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks
+from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks, local, trainable
 from tidewheel.train.parallel.expert import ShardedExperts, placement
 from tidewheel.train.parallel.expert_reduce import reduce_by_source
 from tidewheel.train.parallel.ordered_reduce import OrderedReduceScatter
+from tidewheel.train.parallel.tensor import complete_gradients
 from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
@@ -90,6 +91,8 @@ class FullyShard(SingleProcess):
                  experts: ShardedExperts | None = None) -> None:
         super().__init__(part)
         self._reduce_always, self._order = reduce_always, order
+        # FSDP2 of one rank has no reduction to replace: micro-batches are added here in their order
+        self._alone = [] if order is None or sums is None or mesh.size() > 1 else [sums() for _ in trainable(part)]
         self._is_prepared = False
         self._in_fp8 = fp8.gathers_in_fp8(part)
         precision = precision or MixedPrecisionPolicy()
@@ -146,6 +149,26 @@ class FullyShard(SingleProcess):
         last = number == count - 1
         self.part.set_requires_gradient_sync(last or self._reduce_always)
         self.part.set_requires_all_reduce(last)
+
+    def done(self, number: int, count: int) -> None:
+        if not self._alone:
+            return
+        complete_gradients(self.part.parameters())
+        for gradient, total in zip(self._gradients(), self._alone):
+            total.add(gradient.reshape(-1))
+        if number < count - 1:
+            super().zero_grad()
+
+    def finish(self) -> None:
+        for gradient, total in zip(self._gradients(), self._alone):
+            gradient.copy_(total.whole().view_as(gradient))
+        super().finish()
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's part of the gradient of each trainable parameter."""
+        for _, parameter in trainable(self.part):
+            assert parameter.grad is not None
+            yield local(parameter.grad)
 
     def refresh(self) -> None:
         """Compute the scales of the weights that are gathered in fp8."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tidewheel.train.parallel.caches import check_threads, forget_meshes
@@ -28,6 +29,8 @@ EXPERT_DIMS = ("expertshard", "expert")
 share; FSDP2 shards them over `expertshard`."""
 _builds = itertools.count()
 """Counts the meshes of this process."""
+_own_group: list[bool] = []
+"""Not empty if `Mesh.build` has opened torch's process group of this rank alone."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Mesh:
     Args:
         sizes: of all `DIMS`.
         rank: of this process.
-        device_mesh: torch's mesh of the dimensions larger than 1; None if there are none.
+        device_mesh: torch's mesh of the dimensions larger than 1; None if there are none. With `parallel.offload` it
+            also has the dimension `shard` if that has one rank only, for FSDP2, which moves parameters to the device.
         mark: suffix of the names of its dimensions.
         expert: number of neighbouring ranks of shard x context that share the experts, see `experts`.
         experts: a second view of the ranks of shard x context, with the dimensions `EXPERT_DIMS`; None without expert
@@ -67,10 +71,14 @@ class Mesh:
             StaleProcessError: torch still shards tensors for the rank that this process had before.
         """
         sizes = mesh_sizes(parallel, runtime.world_size)
-        wide = {name: size for name, size in sizes.items() if size > 1}
+        alone = is_alone(parallel, sizes)
+        wide = {name: size for name, size in sizes.items() if size > 1 or (alone and name == "shard")}
         if not wide:
             return cls(sizes, runtime.rank, None)
         device = torch.device(runtime.device)
+        if runtime.world_size == 1 and not dist.is_initialized():  # FSDP2 of one rank sends nothing to others
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            _own_group[:] = [True]
         forget_meshes(device)
         # with the rank, so that torch.compile's cache on disk is not shared between ranks
         mark = f"@{next(_builds)}.{runtime.rank}"
@@ -158,14 +166,23 @@ class Mesh:
         return ranks if copies is None else DeviceMesh._concatenate([copies, ranks])
 
     def shard_mesh(self) -> DeviceMesh | None:
-        """Return the mesh for FSDP2: shard x context in one dimension, after a dimension of replicas with HSDP."""
+        """Return the mesh for FSDP2: shard x context in one dimension, after a dimension of replicas with HSDP.
+
+        It has one rank if this rank offloads alone; None: nothing is sharded.
+        """
         inner = self.of("shard", "context")
+        if inner is None and self.device_mesh is not None and "shard" + self.mark in self._names:
+            return self.device_mesh["shard" + self.mark]
         if self.sizes["replicate"] == 1:
             return inner
         if inner is None or self.device_mesh is None:
             return None
         assert inner.mesh_dim_names is not None
         return self.device_mesh["replicate" + self.mark, inner.mesh_dim_names[0]]
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self.device_mesh.mesh_dim_names or ()) if self.device_mesh is not None else ()
 
     @property
     def data_rank(self) -> int:
@@ -191,6 +208,23 @@ def dimensions(mesh: DeviceMesh, index: int) -> set[str]:
     if name in EXPERT_DIMS:  # weights of experts are sharded over both
         return set(EXPERTS)
     return set(name.split("_"))  # the name of a flattened dimension joins the names of its parts
+
+
+def close_own_group() -> None:
+    """Close the process group that `Mesh.build` has opened for one rank, if it did."""
+    if _own_group and dist.is_initialized():
+        dist.destroy_process_group()
+    _own_group.clear()
+
+
+def is_alone(parallel: ParallelConfig, sizes: dict[str, int]) -> bool:
+    """Return whether a rank offloads parameters that it shares with no other rank.
+
+    Args:
+        parallel: the layout.
+        sizes: of all `DIMS`.
+    """
+    return parallel.offload and all(sizes[name] == 1 for name in ("pipeline", "replicate", "shard", "context"))
 
 
 def mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:

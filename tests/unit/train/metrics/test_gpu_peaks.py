@@ -53,7 +53,9 @@ def test_plans_and_metrics_have_the_same_peaks():
         "h100": peak_of_device("NVIDIA H100 80GB HBM3"), "h200": peak_of_device("NVIDIA H200"),
         "a100": peak_of_device("NVIDIA A100-SXM4-80GB"), "b200": peak_of_device("NVIDIA B200"),
         "l40s": peak_of_device("NVIDIA L40S"), "h800": peak_of_device("NVIDIA H800"),
-        "rtx3090": peak_of_device("NVIDIA GeForce RTX 3090"), "rtx4090": peak_of_device("NVIDIA GeForce RTX 4090")}
+        "rtx3090": peak_of_device("NVIDIA GeForce RTX 3090"), "rtx4090": peak_of_device("NVIDIA GeForce RTX 4090"),
+        "a6000": peak_of_device("NVIDIA RTX A6000"), "a10g": peak_of_device("NVIDIA A10G"),
+        "t4": peak_of_device("Tesla T4"), "mi300x": peak_of_device("AMD Instinct MI300X")}
 
 
 def test_mfu_of_known_numbers():

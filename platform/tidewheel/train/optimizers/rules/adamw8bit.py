@@ -15,6 +15,7 @@ from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from tidewheel.errors import ConfigError
+from tidewheel.train.optimizers.rules import host_adamw8bit
 from tidewheel.train.optimizers.rules.on_device import count_update, groups_to_update, kernel, local
 
 BLOCK = 256
@@ -69,14 +70,24 @@ class AdamW8bit(TorchaoAdamW8bit):
         return _placed(p, moment, p.shape)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update the parameters that have a gradient; compiled on CUDA only, because compiling on CPU is too slow."""
+        """Update the parameters that have a gradient: on the device, or on the host if they are there."""
         if self._step_supports_amp_scaling:
             assert closure is None
             self._step_on_device()
             return
-        cuda = any(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
-        with contextlib.nullcontext() if cuda else torch.compiler.set_stance("force_eager"):
-            super().step(closure)
+        kinds = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
+        if kinds - {"cpu"}:
+            with contextlib.nullcontext() if "cuda" in kinds else torch.compiler.set_stance("force_eager"):
+                super().step(closure)
+            return
+        assert closure is None
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        host_adamw8bit.update(local(parameter), local(parameter.grad), state, group,
+                                              local(state["exp_avg"]), local(state["exp_avg_sq"]))
 
     @torch.no_grad()
     def _step_on_device(self) -> None:
