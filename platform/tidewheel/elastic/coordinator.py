@@ -42,7 +42,7 @@ from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.placement_orders import PlacementOrders
 from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
 from tidewheel.elastic.process_log import LogTarget, ProcessLog
-from tidewheel.elastic.run_events import Pace, RunEvents, Snapshot
+from tidewheel.elastic.run_events import NAMES_NODES, Pace, RunEvents, Snapshot, nodes_of
 from tidewheel.elastic.server import Server
 from tidewheel.elastic.slow import judge
 from tidewheel.elastic.supervision import Supervisor
@@ -98,6 +98,7 @@ class Coordinator:
         self._known = set[str]()
         self._cut = set[str]()
         self._losses = set[str]()
+        self._hosts: dict[str, str] = {}  # by node, also of nodes that are gone
         self.event("driver_start", {"first_generation": first, "epoch": epoch})
         self._membership = Membership(
             sizes,
@@ -321,6 +322,8 @@ class Coordinator:
         unix = time.time() if at is None else time.time() - (time.monotonic() - at)
         if kind == "worker_left_out":
             detail = {**detail, "until": unix + detail["seconds"]}
+        if kind in NAMES_NODES:
+            detail = {**detail, "hosts": [self._hosts.get(node, "") for node in nodes_of(detail)]}
         logger.info("event %s %s", kind, json.dumps(detail, default=str))
         self._record(kind, detail, unix)
         if kind == "failure":
@@ -472,6 +475,7 @@ class Coordinator:
         def look() -> None:
             nonlocal known
             now = {node.node_id: node for node in nodes.alive(self._elastic.placement.selector)}
+            self._hosts.update({node_id: node.host for node_id, node in now.items()})
             if self._agents is not None:
                 domains = {node_id: failure_domain(node.labels) for node_id, node in now.items()}
                 self._agents.located({node_id: domain for node_id, domain in domains.items() if domain})

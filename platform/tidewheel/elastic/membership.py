@@ -367,6 +367,7 @@ class Membership:
             self._recover(generation, now)
         elif generation.planned == "end":
             self.phase = Phase.STOPPED
+            self._outbox.event("stopped", {"generation": generation.number, "step": generation.step})
         else:
             if generation.planned == "drain":
                 self._resizer.shrunk()
@@ -423,7 +424,9 @@ class Membership:
             texts = [*generation.lost.values(), *(self.workers[name].text for name in failed)]
             cause = texts[0] if texts else ""
         ranks = [generation.ranks[name] for name in workers]
-        self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "step": generation.step,
+        nodes = [generation.nodes.get(name, "") for name in workers]
+        self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "nodes": nodes,
+                                       "step": generation.step,
                                        "error": cause[:TEXT_CHARACTERS], "recovery": str(self.recovery),
                                        "restart": self.recovery is not Recovery.NONE}, generation.ended_at)
         return cause
@@ -497,7 +500,8 @@ class Membership:
         self.avoided.clear()
 
     def _form(self, ranked: list[Worker], now: float) -> None:
-        generation = Generation(self._next, tuple(worker.name for worker in ranked), now)
+        generation = Generation(self._next, tuple(worker.name for worker in ranked), now,
+                                nodes={worker.name: worker.node for worker in ranked})
         self._next += 1
         self._fresh = False
         self._gathering_since = None

@@ -314,6 +314,7 @@ class LocalControl(Control):
         return False
 
     def hold(self, step: int) -> None:
+        self.event("stopped", step=step)
         raise self._stop.stopped(f"saved at step {step}")
 
     def event(self, kind: str, **detail: Any) -> None:
