@@ -301,8 +301,10 @@ def _time(read: _Run) -> list[Html]:
 
 def _account(read: _Run) -> accounts.Account:
     """Return what went wrong so far, with the run's health at present."""
-    state = accounts.present_health(read.place, read.result, read.events, read.metrics, time.time())
-    return accounts.of(read.place.uri, read.run, state, read.events, read.metrics, read.ledger)
+    now = time.time()
+    state = accounts.present_health(read.place, read.result, read.events, read.metrics, now)
+    return accounts.of(read.place.uri, read.run, state, read.events, read.metrics, read.ledger,
+                       accounts.history_of(read.place.uri, read.run, now))
 
 
 def _disturbances(read: _Run) -> Html:

@@ -11,6 +11,7 @@ import pytest
 
 from tidewheel import storage
 from tidewheel.cli import run_command
+from tidewheel.cluster.node_history import NodeHistory
 from tidewheel.commit_log import CommitLog
 from tidewheel.lease import Holder
 from tidewheel.report.explain.account import Account, account
@@ -243,6 +244,25 @@ def test_nodes_that_fail_more_than_once_are_named_and_text_is_escaped(run: Recor
     assert "\x1b" not in capsys.readouterr().out
     assert run_command(["explain", run.store.uri, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["failed_more_than_once"]["10.0.0.2"]["hang"] == 1
+
+
+def test_nodes_that_failed_in_several_runs_are_told_with_their_exclusion(run: Recorded, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        history = NodeHistory(storage.store(tmp_path), f"runs/{name}")
+        history.append("10.0.0.2", "no sign of life for 3 s", BEGAN - 100)
+        history.close()
+    told = run.begin().told(now=20)
+    [line] = told.history
+    assert (line.host, line.failures, line.runs, line.excluded_until) == ("10.0.0.2", 2, 2, BEGAN - 100 + 3600)
+    text = "\n".join(lines(told))
+    assert "10.0.0.2: 2 failures in 2 runs, the newest at 2026-09-21 14:11 (no sign of life for 3 s); runs do" in text
+    assert as_json(told)["node_history"][0]["host"] == "10.0.0.2"
+    assert not run.told(now=90_000).history  # a day later
+
+
+def test_a_node_that_is_left_out_is_told(run: Recorded) -> None:
+    told = run.begin().event(9, "node_excluded", host="10.0.0.3", failures=2, runs=1, reason="x").told()
+    assert (told.incidents[1].cause.key, told.incidents[1].nodes, told.failures) == ("excluded", ("10.0.0.3",), 0)
 
 
 # -- health ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 from tidewheel import jsonlog, ownership, storage
 from tidewheel.checkpoint.verify import newest_committed
+from tidewheel.cluster import node_history
 from tidewheel.commit_log import CommitLog
 from tidewheel.errors import StorageError
 from tidewheel.report.events import Event, read_events
@@ -17,6 +18,7 @@ from tidewheel.report.explain.causes import CAUSES, Cause
 from tidewheel.report.explain.health import Health, Owner, health
 from tidewheel.report.explain.incidents import Incident, incidents
 from tidewheel.storage import Store
+from tidewheel.train.node_checks_config import NodeChecksConfig
 from tidewheel.train.time_ledger import summarise
 
 EXAMPLES = 3
@@ -43,6 +45,21 @@ class CauseSum:
 
 
 @dataclass(frozen=True)
+class NodeHistoryLine:
+    """A node's failures in all runs of the folder."""
+
+    host: str
+    failures: int
+    runs: int
+    newest: float
+    """Unix seconds."""
+    text: str
+    """Error of the newest one."""
+    excluded_until: float
+    """Unix seconds; in the past if new drivers may use the node."""
+
+
+@dataclass(frozen=True)
 class Account:
     """All that `tidewheel explain` says about a run."""
 
@@ -65,6 +82,8 @@ class Account:
     """Failures by what they cost, then planned changes."""
     repeaters: dict[str, Counter[str]]
     """Nodes on which more than one failure happened, with the number of each cause."""
+    history: tuple[NodeHistoryLine, ...] = ()
+    """Nodes that failed more than once of late, in all runs of the folder."""
 
     @property
     def failures(self) -> int:
@@ -96,8 +115,28 @@ def account(uri: str, *, now: float | None = None) -> Account:
     ledger = [dict(part) for part in summarise(parts, records).records]
     events = read_events(records, metrics, ledger)
     result = run_store.read_json("result.json") if run_store.exists("result.json") else {}
-    state = present_health(run_store, result, events, metrics, time.time() if now is None else now)
-    return of(uri, run, state, events, metrics, ledger)
+    now = time.time() if now is None else now
+    state = present_health(run_store, result, events, metrics, now)
+    return of(uri, run, state, events, metrics, ledger, history_of(uri, run, now))
+
+
+def history_of(uri: str, run: dict[str, Any], now: float) -> tuple[NodeHistoryLine, ...]:
+    """Return the nodes that failed more than once within the run's `node_checks.within_seconds`.
+
+    Args:
+        uri: the run's folder.
+        run: run.json.
+        now: Unix seconds.
+    """
+    checks = NodeChecksConfig.model_validate(run.get("config", {}).get("elastic", {}).get("node_checks", {}))
+    folder = storage.store(checks.history or uri.rstrip("/").rpartition("/")[0] or ".")
+    since = now - checks.within_seconds
+    records = node_history.by_host(node_history.read(folder, since), since)
+    lines = [NodeHistoryLine(host, len(record.failures), len({failure.run for failure in record.failures}),
+                             record.failures[-1].time, record.failures[-1].text,
+                             record.excluded_until(checks.failures, checks.exclude_seconds))
+             for host, record in records.items() if len(record.failures) > 1]
+    return tuple(sorted(lines, key=lambda line: (-line.failures, line.host)))
 
 
 def present_health(run_store: Store, result: dict[str, Any], events: Sequence[Event],
@@ -116,7 +155,7 @@ def present_health(run_store: Store, result: dict[str, Any], events: Sequence[Ev
 
 
 def of(uri: str, run: dict[str, Any], state: Health, events: Sequence[Event], metrics: Sequence[dict[str, Any]],
-       ledger: Sequence[dict[str, Any]]) -> Account:
+       ledger: Sequence[dict[str, Any]], history: tuple[NodeHistoryLine, ...] = ()) -> Account:
     """Return the account of a run that has been read.
 
     Args:
@@ -126,6 +165,7 @@ def of(uri: str, run: dict[str, Any], state: Health, events: Sequence[Event], me
         events: of the run, with their costs.
         metrics: lines of metrics.jsonl, in order.
         ledger: the time ledger with its gaps filled.
+        history: nodes that failed more than once, in all runs.
     """
     happened = incidents(events, metrics, ledger)
     times = [event.time for event in events] + [float(line["time"]) for line in metrics[:1] + metrics[-1:]
@@ -138,7 +178,8 @@ def of(uri: str, run: dict[str, Any], state: Health, events: Sequence[Event], me
         step=max((int(line["step"]) for line in metrics if "loss" in line), default=0),
         steps=int(run.get("config", {}).get("steps") or 0),
         goodput=productive / worker_seconds if worker_seconds else None, worker_seconds=worker_seconds,
-        incidents=tuple(happened), causes=_by_cause(happened), repeaters=_repeaters(happened))
+        incidents=tuple(happened), causes=_by_cause(happened), repeaters=_repeaters(happened),
+        history=history)
 
 
 def _owner(run_store: Store) -> Owner | None:

@@ -88,6 +88,8 @@ _ALL = (
     Cause("drain", "planned drain", "Nothing: the cluster asked for the node.", planned=True),
     Cause("join", "node joined", "Nothing: the run grew.", planned=True),
     Cause("user_stop", "stopped on request", "The same command goes on.", planned=True),
+    Cause("excluded", "node left out",
+          "Repair the node, or ask for another one. Settings: elastic.node_checks.", planned=True),
     Cause("start", "start", "Nothing.", planned=True),
     Cause("resize", "planned change of size", "Nothing.", planned=True),
 )
@@ -101,7 +103,7 @@ _ERRORS = tuple((key, re.compile(pattern, re.IGNORECASE)) for key, pattern in (
     ("out_of_memory", r"out ?of ?memory|running low on memory|^MemoryError|cannot allocate memory|can't allocate memory"
                       r"|oom[- ]?kill"),
     ("disk_full", r"no space left|disk quota exceeded"),
-    ("probe_failed", r"its probe (failed|did not end)"),
+    ("probe_failed", r"its (probe|test at the start) (failed|did not end)"),
     ("node_lost", r"node \S+ is gone|node (has )?died"),
     ("frozen", r"no sign of life|did not leave within|frozen"),
     ("gpu", r"cuda error|cublas|cudnn|uncorrectable ecc|\bxid\b|device-side assert|nvlink|fallen off the bus"
@@ -146,5 +148,6 @@ ALONE = {
     "callback_failed": ("side_task", ("callback", "hook", "reason")),
     "evaluation_failed": ("side_task", ("reason",)), "cleanup_failed": ("side_task", ("reason",)),
     "control_error": ("side_task", ("where", "error")), "log_dropped": ("side_task", ("log", "lines")),
-    "hang": ("hang", ("found",)), "stopped": ("user_stop", ()),
+    "hang": ("hang", ("found",)), "stopped": ("user_stop", ()), "node_excluded": ("excluded", ("reason",)),
+    "node_used_again": ("excluded", ("reason",)),
 }

@@ -77,7 +77,7 @@ class Names:
 
 def nodes_of(event: Event) -> list[str]:
     """Return the ids of the nodes that an event names."""
-    nodes = event.detail.get("nodes", [event.detail.get("node", "")])
+    nodes = event.detail.get("nodes", [event.detail.get("node") or event.detail.get("host", "")])
     return [str(node) for node in nodes if node] if isinstance(nodes, list) else []
 
 

@@ -6,7 +6,7 @@ import time
 
 from tidewheel.printable import printable
 from tidewheel.report.explain.account import Account, CauseSum
-from tidewheel.report.explain.text import NODES, advice, told
+from tidewheel.report.explain.text import NODES, advice, history_line, told
 from tidewheel.report.page import Html, badge, details, join, seconds, shorten, table, tag
 
 NOTE = "Failures by cause, the most expensive first. The command tidewheel explain prints the same in a terminal."
@@ -32,6 +32,9 @@ def section(account: Account) -> list[Html]:
         blocks.append(table(("node", "failures"), [
             (node, ", ".join(f"{name} × {count}" for name, count in counts.most_common()))
             for node, counts in account.repeaters.items()]))
+    if account.history:
+        blocks.append(tag("h3", "Nodes that failed more than once of late, in all runs of this folder"))
+        blocks += [tag("p", printable(history_line(line))) for line in account.history]
     shown = account.incidents[-MAX_INCIDENTS:]
     if shown:
         rows = [(time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(incident.time)), f"{incident.step:,}",

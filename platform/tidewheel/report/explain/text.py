@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from tidewheel.printable import printable
-from tidewheel.report.explain.account import Account, CauseSum
+from tidewheel.report.explain.account import Account, CauseSum, NodeHistoryLine
 from tidewheel.report.explain.incidents import Incident
 from tidewheel.report.page import seconds as duration
 from tidewheel.report.page import shorten
@@ -54,6 +55,10 @@ def _lines(account: Account, every: bool) -> Iterator[str]:
             yield f"  {node}: " + ", ".join(f"{name} x {count}" for name, count in counts.most_common())
         yield "  test them (`tidewheel doctor --address auto`), and leave them out if it happens again"
         yield ""
+    if account.history:
+        yield "Nodes that failed more than once of late, in all runs of this folder"
+        yield from (f"  {line}" for line in map(history_line, account.history))
+        yield ""
     yield from _timeline(account, every)
 
 
@@ -97,6 +102,16 @@ def _cost(item: CauseSum) -> str:
     if item.seconds >= 0.05:
         parts.append(f"{duration(item.seconds)} of worker time lost")
     return ", " + ", ".join(parts) if parts else ""
+
+
+def history_line(line: NodeHistoryLine) -> str:
+    """Return the history of a node in one line."""
+    newest = time.strftime("%Y-%m-%d %H:%M", time.gmtime(line.newest))
+    text = (f"{line.host}: {line.failures} failures in {line.runs} run{'s' * (line.runs != 1)}, the newest at {newest} "
+            f"({shorten(' '.join(line.text.split()), TEXT_CHARACTERS // 2)})")
+    if line.excluded_until == -math.inf:
+        return text
+    return text + time.strftime("; runs do without it, if they can, until %H:%M", time.gmtime(line.excluded_until))
 
 
 def _timeline(account: Account, every: bool) -> Iterator[str]:
@@ -149,6 +164,8 @@ def as_json(account: Account) -> dict[str, Any]:
             "nodes": dict(item.nodes), "ranks": {str(rank): count for rank, count in item.ranks.items()},
             "texts": dict(item.texts.most_common(3)), "what_to_do": item.cause.advice} for item in account.causes],
         "failed_more_than_once": {node: dict(counts) for node, counts in account.repeaters.items()},
+        "node_history": [{**vars(line), "excluded_until": None if line.excluded_until == -math.inf
+                          else line.excluded_until} for line in account.history],
         "incidents": [{
             "time": incident.time, "step": incident.step, "cause": incident.cause.key, "text": incident.text,
             "nodes": list(incident.nodes), "ranks": list(incident.ranks), "times": incident.times,
