@@ -77,6 +77,8 @@ class Account:
     goodput: float | None
     """Productive share of the workers' time; None without a ledger."""
     worker_seconds: float
+    node_seconds: float
+    """Time of the nodes, whatever the number of their workers."""
     incidents: tuple[Incident, ...]
     causes: tuple[CauseSum, ...]
     """Failures by what they cost, then planned changes."""
@@ -178,8 +180,8 @@ def of(uri: str, run: dict[str, Any], state: Health, events: Sequence[Event], me
         step=max((int(line["step"]) for line in metrics if "loss" in line), default=0),
         steps=int(run.get("config", {}).get("steps") or 0),
         goodput=productive / worker_seconds if worker_seconds else None, worker_seconds=worker_seconds,
-        incidents=tuple(happened), causes=_by_cause(happened), repeaters=_repeaters(happened),
-        history=history)
+        node_seconds=_node_seconds(ledger), incidents=tuple(happened), causes=_by_cause(happened),
+        repeaters=_repeaters(happened), history=history)
 
 
 def _owner(run_store: Store) -> Owner | None:
@@ -214,3 +216,13 @@ def _repeaters(happened: Sequence[Incident]) -> dict[str, Counter[str]]:
             by_node.setdefault(node, Counter())[incident.cause.title] += incident.times
     repeated = [(node, counts) for node, counts in by_node.items() if counts.total() > 1]
     return dict(sorted(repeated, key=lambda item: (-item[1].total(), item[0])))
+
+
+def _node_seconds(ledger: Sequence[dict[str, Any]]) -> float:
+    """Return the time from the first to the last record of each node in each generation, added up."""
+    spans: dict[tuple[int, str], tuple[float, float]] = {}
+    for part in ledger:
+        key = (int(part["generation"]), str(part.get("node", "")))
+        first, last = spans.get(key, (part["start"], part["end"]))
+        spans[key] = (min(first, part["start"]), max(last, part["end"]))
+    return sum(last - first for first, last in spans.values())
