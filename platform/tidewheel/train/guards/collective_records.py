@@ -55,28 +55,31 @@ class RankRecord:
     marks: tuple[MarkCount, ...] = ()
     stack: tuple[str, ...] = ()
     """Where its training thread stands, innermost frame last."""
+    program: int = 0
+    """Ranks with the same number start the same collectives in the same order: those of one pipeline stage."""
 
     def to_json(self) -> str:
         """Return the record as JSON."""
-        return json.dumps([self.entries, self.done, self.marks, self.stack])
+        return json.dumps([self.entries, self.done, self.marks, self.stack, self.program])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankRecord:
         """Return the record that `to_json` wrote."""
-        entries, done, marks, stack = json.loads(text)
+        entries, done, marks, stack, program = json.loads(text)
         return cls(tuple(Entry(*entry) for entry in entries), done, tuple(MarkCount(*mark) for mark in marks),
-                   tuple(stack))
+                   tuple(stack), program)
 
 
-def own_record(marks: Sequence[MarkCount], names: dict[str, str]) -> RankRecord:
+def own_record(marks: Sequence[MarkCount], names: dict[str, str], program: int = 0) -> RankRecord:
     """Return this process's record.
 
     Args:
         marks: its newest marks.
         names: names of the groups by torch's names for them; others are left out.
+        program: see `RankRecord`.
     """
     entries, done = recorded(names)
-    return RankRecord(entries, done, tuple(marks), main_stack())
+    return RankRecord(entries, done, tuple(marks), main_stack(), program)
 
 
 def recorded(names: dict[str, str]) -> tuple[tuple[Entry, ...], dict[str, int] | None]:

@@ -39,6 +39,8 @@ BEATS = 12
 MOST_SECONDS = 5.0
 """Longest time between two beats."""
 CLOSE_SECONDS = 0.5
+MOST_RECORDS = 1024
+"""With more ranks only the beats are compared: a record has about 20 kB, and one rank reads those of all."""
 MARKS = 64
 """Newest marks of which a rank knows how many collectives it had started."""
 EXIT_CODE = 70
@@ -111,6 +113,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         if world_size > 1:
             self._groups: list[Any] = [distributed_c10d._get_default_group()]
+            self._labels, self._program = _labelled(self._groups), 0
             self._times_out = dist.get_backend() == "gloo"
             self._set_limits()
             # two connections, because one that waits for an answer would delay the beats
@@ -119,10 +122,17 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
             self._thread.start()
 
-    def include(self, groups: Sequence[Any]) -> None:
-        """Watch further process groups, in which all ranks start the same collectives; so no pipeline's."""
+    def include(self, groups: Sequence[Any], program: int = 0) -> None:
+        """Watch further process groups, in which all ranks start the same collectives; so no pipeline's.
+
+        Args:
+            groups: of this rank.
+            program: ranks with the same number start the same collectives in the same order: a pipeline stage.
+        """
         if self._thread is not None:
+            self._program = program
             self._groups = [self._groups[0], *(group for group in groups if group is not self._groups[0])]
+            self._labels = _labelled(self._groups)
             self._set_limits()
 
     def mark(self, step: int, phase: str) -> None:
@@ -130,7 +140,7 @@ class Watch:
         self._place = step, phase
         self._marks += 1
         if self._thread is not None:
-            counts = {label: group._get_sequence_number_for_group() for label, group in self._labelled().items()}
+            counts = {label: group._get_sequence_number_for_group() for label, group in self._labels.items()}
             self._counts.append(MarkCount(self._marks, step, phase, counts))
 
     def started(self) -> None:
@@ -164,17 +174,12 @@ class Watch:
         counts = {group.group_name: group._get_sequence_number_for_group() for group in self._groups}
         return Beat(number, self._marks, *self._place, counts)
 
-    def _labelled(self) -> dict[str, Any]:
-        """Return the groups by a label that their ranks share: the kind of the group, and its first rank."""
-        return {f"{_kind(place)}@{dist.get_process_group_ranks(group)[0]}": group
-                for place, group in enumerate(self._groups)}
-
     def _publish(self) -> None:
         """Publish what this rank knows of its collectives."""
-        labelled = self._labelled()
+        labelled = self._labels
         names = {group.group_name: label for label, group in labelled.items()}
         members = {label: dist.get_process_group_ranks(group) for label, group in labelled.items()}
-        record = own_record(tuple(self._counts), names)
+        record = own_record(tuple(self._counts), names, self._program)
         self._store.set(f"record/{self._rank}", json.dumps([self._beat(0), members, record.to_json()]))
 
     def _run(self) -> None:
@@ -190,7 +195,8 @@ class Watch:
             self._store.set(str(self._rank), json.dumps(beat))
             if beat.progress != before:
                 before, since = beat.progress, time.monotonic()
-            elif time.monotonic() - since > self._limit / 2 and not self._finding.text:
+            elif time.monotonic() - since > self._limit / 2 and not self._finding.text and (
+                    self._world_size <= MOST_RECORDS):
                 self._publish()
             if time.monotonic() - since > self._limit and not self._finding.text:
                 self._ask()
@@ -312,9 +318,14 @@ def refined(finding: Finding, records: Mapping[int, RankRecord], members: Mappin
     if not everyone or set(records) != everyone:
         return finding
     blamed = blame(records, members, {label: label.partition("@")[0] for label in members})
-    if not blamed.ranks or (not finding.text and blamed.fault is not Fault.DIFFERENT):
+    if not blamed.ranks or (not finding.text and blamed.fault is not Fault.MISMATCH):
         return finding
     return Finding("; ".join(filter(None, (finding.text, blamed.text))), blamed.ranks)
+
+
+def _labelled(groups: Sequence[Any]) -> dict[str, Any]:
+    """Return the groups by a label that their ranks share: the kind of the group, and its first rank."""
+    return {f"{_kind(place)}@{dist.get_process_group_ranks(group)[0]}": group for place, group in enumerate(groups)}
 
 
 def _kind(place: int) -> str:

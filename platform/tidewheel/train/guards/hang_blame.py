@@ -1,6 +1,7 @@
 """Decide which ranks started a hang, from all ranks' records of their collectives.
 
-All ranks run the same program, so their records agree up to where each of them stands. In this order:
+Ranks run the same program, all or those of a pipeline stage, so their records agree up to where each of them stands. In
+this order:
 
 1. A rank that does not answer is stopped or gone: the others wait for it.
 2. A rank whose history differs from that of most ranks took a wrong turn: another collective, another size, another
@@ -30,6 +31,8 @@ class Fault(StrEnum):
     """What a rank did."""
 
     SILENT = "does not answer"
+    MISMATCH = "started another collective than the others"
+    """Under the same number: nothing but a mistake explains it."""
     DIFFERENT = "took another way than the others"
     BEHIND = "did not start a collective that others wait in"
 
@@ -52,14 +55,19 @@ def blame(records: Mapping[int, RankRecord | None], members: Members, kinds: Map
     Args:
         records: of each rank; None for one that does not answer.
         members: ranks of each group.
-        kinds: kind of each group; all groups of a kind have the same collectives. Default: each is of its own kind.
+        kinds: kind of each group; ranks of one program start the same collectives in their groups of a kind. Default:
+            each group is of its own kind.
     """
     silent = tuple(sorted(rank for rank, record in records.items() if record is None))
     if silent:
         return Blamed(silent, Fault.SILENT, f"{_named(silent)} {Fault.SILENT}")
     known = {rank: record for rank, record in records.items() if record is not None}
-    different = _different_collectives(known, kinds or {}) or _different_counts(known, kinds or {})
-    return different or _behind(known, members)
+    for program in sorted({record.program for record in known.values()}):
+        alike = {rank: record for rank, record in known.items() if record.program == program}
+        different = _different_collectives(alike, kinds or {}) or _different_counts(alike, kinds or {})
+        if different is not None:
+            return different
+    return _behind(known, members)
 
 
 def _different_collectives(records: Mapping[int, RankRecord], kinds: Mapping[str, str]) -> Blamed | None:
@@ -77,19 +85,22 @@ def _different_collectives(records: Mapping[int, RankRecord], kinds: Mapping[str
             if before is not None:
                 followers.setdefault(before, {})[rank] = key
             before = key
-    first: dict[int, tuple[int, str]] = {}
+    first: dict[int, tuple[int, Fault, str]] = {}
     for key, versions in whats.items():
         for rank, usual in _minority(versions):
-            text = f"collective {_place(key)} is {versions[rank]}, on most ranks {usual}"
-            first[rank] = min(first.get(rank, (places[rank][key], text)), (places[rank][key], text))
+            told = (places[rank][key], Fault.MISMATCH,
+                    f"collective {_place(key)} is {versions[rank]}, on most ranks {usual}")
+            first[rank] = min(first.get(rank, told), told)
     for key, following in followers.items():
-        for rank, usual in _minority(following):
-            text = f"after {_place(key)} comes {_place(following[rank])}, on most ranks {_place(usual)}"
-            first[rank] = min(first.get(rank, (places[rank][key], text)), (places[rank][key], text))
+        for rank, usual_next in _minority(following):
+            told = (places[rank][key], Fault.DIFFERENT,
+                    f"after {_place(key)} comes {_place(following[rank])}, on most ranks {_place(usual_next)}")
+            first[rank] = min(first.get(rank, told), told)
     ranks = tuple(sorted(first))
     if not ranks or 2 * len(ranks) >= len(records):
         return None
-    return Blamed(ranks, Fault.DIFFERENT, f"{_named(ranks)} {Fault.DIFFERENT}: {first[ranks[0]][1]}")
+    _, fault, text = first[ranks[0]]
+    return Blamed(ranks, fault, f"{_named(ranks)} {fault}: {text}")
 
 
 def _different_counts(records: Mapping[int, RankRecord], kinds: Mapping[str, str]) -> Blamed | None:

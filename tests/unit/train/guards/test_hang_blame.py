@@ -67,9 +67,16 @@ def test_a_skipped_collective_among_equal_ones_shows_at_the_marks():
     assert "at step 3 (data) it had started {'all ranks@0': 1} collectives, most ranks" in blamed.text
 
 
+def test_ranks_of_different_pipeline_stages_are_not_compared():
+    first = RankRecord(entries("all_reduce [4]", "all_reduce [8]"), program=0)
+    last = RankRecord(entries("all_reduce [5]", "all_reduce [8]"), program=1)
+    told = {0: first, 1: first, 2: first, 3: last}
+    assert blame(told, {"all ranks@0": (0, 1, 2, 3)}) == NOBODY
+
+
 def test_records_come_back_from_json():
     mark = MarkCount(1, 2, "data", {"all ranks@0": 1})
-    record = RankRecord(entries("a", "b"), {"all ranks@0": 1}, (mark,), ("f:1 g",))
+    record = RankRecord(entries("a", "b"), {"all ranks@0": 1}, (mark,), ("f:1 g",), 2)
     assert RankRecord.from_json(record.to_json()) == record
     assert main_stack()[-1].startswith("collective_records.py:")
 
