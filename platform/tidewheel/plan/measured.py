@@ -88,7 +88,7 @@ def applied(config: GoodputConfig, uris: list[str]) -> GoodputConfig:
             largest = max(single, key=lambda item: item.workers)
             config = config.model_copy(update={"seconds_per_1000_ranks": 1000 * largest.seconds / largest.workers})
             continue
-        times = {}
+        times: dict[str, float] = {}
         if RECOVERED_FROM in measured.seconds:
             times |= {"restart_seconds": measured.seconds[RECOVERED_FROM], "load_seconds": 0.0}
         if DETECTED_BY in measured.seconds:

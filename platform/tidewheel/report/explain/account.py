@@ -170,8 +170,8 @@ def of(uri: str, run: dict[str, Any], state: Health, events: Sequence[Event], me
         history: nodes that failed more than once, in all runs.
     """
     happened = incidents(events, metrics, ledger)
-    times = [event.time for event in events] + [float(line["time"]) for line in metrics[:1] + metrics[-1:]
-                                                if "time" in line]
+    ends = (*metrics[:1], *metrics[-1:])
+    times = [event.time for event in events] + [float(line["time"]) for line in ends if "time" in line]
     worker_seconds = sum(part["end"] - part["start"] for part in ledger)
     productive = sum(part["end"] - part["start"] for part in ledger if part["category"] == "productive")
     return Account(

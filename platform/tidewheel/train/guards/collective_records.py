@@ -6,6 +6,7 @@ rank that makes no progress publishes them with its newest marks and its stack, 
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import threading
@@ -90,11 +91,10 @@ def recorded(names: dict[str, str]) -> tuple[tuple[Entry, ...], dict[str, int] |
     Args:
         names: names of the groups by torch's names for them; others are left out.
     """
-    try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json
-    except ImportError:
+    dump_trace: Any = getattr(importlib.import_module("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    if dump_trace is None:
         return (), None
-    dump: dict[str, Any] = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    dump: dict[str, Any] = json.loads(dump_trace(includeCollectives=True, onlyActive=False))
     entries = []
     groups: dict[str, str] = {}
     for entry in dump.get("entries", ()):
