@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tidewheel.printable import printable
+from tidewheel.report.events import workers
 from tidewheel.report.explain.account import Account, CauseSum, NodeHistoryLine
 from tidewheel.report.explain.incidents import Incident
 from tidewheel.report.page import seconds as duration
@@ -78,7 +79,7 @@ def _causes(account: Account) -> Iterator[str]:
             yield f"  said: {shorten(' '.join(text.split()), TEXT_CHARACTERS)}" + (f"  ({count} x)" * (count > 1))
         yield from textwrap.wrap(f"do: {advice(item, account.uri)}", WIDTH, initial_indent="  ",
                                  subsequent_indent="      ")
-    if account.causes:
+    if any(item.cause.key != "start" for item in account.causes):
         yield ""
 
 
@@ -137,7 +138,7 @@ def told(incident: Incident) -> str:
         parts.append(f"(rank {ranks})")
     before, after = incident.workers
     if before != after:
-        parts.append(f"{before} -> {after} workers" if before else f"{after} workers")
+        parts.append(f"{before} -> {after} workers" if before else f"with {workers(after)}")
     if incident.pause >= 0.05:
         what = "first step after" if incident.cause.key == "start" else "paused"
         parts.append(f"{what} {duration(incident.pause)}")

@@ -320,7 +320,9 @@ def refined(finding: Finding, records: Mapping[int, RankRecord], members: Mappin
     blamed = blame(records, members, {label: label.partition("@")[0] for label in members})
     if not blamed.ranks or (not finding.text and blamed.fault is not Fault.MISMATCH):
         return finding
-    return Finding("; ".join(filter(None, (finding.text, blamed.text))), blamed.ranks)
+    if set(blamed.ranks) != set(finding.ranks):  # the beats name ranks that only wait
+        return Finding(blamed.text, blamed.ranks)
+    return Finding(f"{finding.text}; {blamed.text}", blamed.ranks)
 
 
 def _labelled(groups: Sequence[Any]) -> dict[str, Any]:
