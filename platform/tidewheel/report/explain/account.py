@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,8 +22,7 @@ from tidewheel.storage import Store
 from tidewheel.train.node_checks_config import NodeChecksConfig
 from tidewheel.train.time_ledger import summarise
 
-EXAMPLES = 3
-"""Different texts shown for each cause."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -125,6 +125,8 @@ def account(uri: str, *, now: float | None = None) -> Account:
 def history_of(uri: str, run: dict[str, Any], now: float) -> tuple[NodeHistoryLine, ...]:
     """Return the nodes that failed more than once within the run's `node_checks.within_seconds`.
 
+    A run may be readable while the folder of runs is not; then there are none.
+
     Args:
         uri: the run's folder.
         run: run.json.
@@ -133,7 +135,12 @@ def history_of(uri: str, run: dict[str, Any], now: float) -> tuple[NodeHistoryLi
     checks = NodeChecksConfig.model_validate(run.get("config", {}).get("elastic", {}).get("node_checks", {}))
     folder = storage.store(checks.history or uri.rstrip("/").rpartition("/")[0] or ".")
     since = now - checks.within_seconds
-    records = node_history.by_host(node_history.read(folder, since), since)
+    try:
+        failures = node_history.read(folder, since)
+    except StorageError as error:
+        logger.warning("the history of the nodes cannot be read: %s", error)
+        return ()
+    records = node_history.by_host(failures, since)
     lines = [NodeHistoryLine(host, len(record.failures), len({failure.run for failure in record.failures}),
                              record.failures[-1].time, record.failures[-1].text,
                              record.excluded_until(checks.failures, checks.exclude_seconds))
