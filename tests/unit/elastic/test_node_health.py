@@ -23,8 +23,10 @@ from tidewheel.elastic.layout import largest_fit
 from tidewheel.elastic.membership import Membership
 from tidewheel.elastic.messages import ExitReason, Hello, Join, Probe, Probed
 from tidewheel.elastic.node_health import NodeHealth
+from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.policy import FailureBudget, Resizer
 from tidewheel.ownership import acquire
+from tidewheel.train.config import ElasticConfig
 from tidewheel.train.node_checks_config import NodeChecksConfig
 
 HOUR = 3600.0
@@ -297,3 +299,28 @@ def test_a_clock_is_measured_by_a_probe_before_a_node_is_left_out(
     assert event["kind"] == ("worker_readmitted" if admitted else "worker_left_out")
     if not admitted:
         assert f"200 s {'ahead of' if off > 0 else 'behind'} the driver's" in event["detail"]["reason"]
+
+
+def test_the_coordinator_knows_hosts_and_where_to_start_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    history = NodeHistory(storage.store(tmp_path), "runs/earlier")
+    for _ in range(2):
+        history.append("10.0.0.2", "no sign of life for 3 s", time.time())
+        history.append("10.0.0.2", "no sign of life for 4 s", time.time())
+    history.close()
+    alive = [Node(f"n{number}", f"10.0.0.{number}", 1, {"CPU": 1.0}) for number in (1, 2, 3)]
+    monkeypatch.setattr("tidewheel.elastic.nodes.alive", lambda selector: alive)
+    folder = tmp_path / "run"
+    coordinator = Coordinator(str(folder), ElasticConfig(max_workers=2), (1, 2),
+                              epoch=acquire(storage.store(folder)).epoch, node_history=str(tmp_path))
+    coordinator.start("127.0.0.1")
+    coordinator.endpoint()
+    until = time.monotonic() + 60
+    while coordinator.avoided() != {"n2"}:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    coordinator.event("failure", {"generation": 0, "nodes": ["n3", "gone"]})
+    coordinator.event("worker_left_out", {"node": "n1", "seconds": 1.0})
+    coordinator.end()
+    recorded = {event["kind"]: event["detail"] for event in jsonlog.read(storage.store(folder), "events.jsonl")}
+    assert recorded["failure"]["hosts"] == ["10.0.0.3", ""]
+    assert recorded["worker_left_out"]["hosts"] == ["10.0.0.1"]
