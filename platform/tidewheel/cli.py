@@ -25,6 +25,7 @@ from tidewheel.commands import (
     cluster,
     data,
     evaluate,
+    explain,
     generate,
     import_config,
     judge,
@@ -64,6 +65,7 @@ for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.clu
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)
+app.command(explain.explain)
 app.command(evaluate.evaluate)
 app.command(generate.generate)
 app.command(import_config.import_config)

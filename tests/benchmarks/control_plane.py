@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from tests.agent_addresses import AgentAddresses
@@ -224,6 +225,7 @@ def main() -> int:
     options.add_argument("--deaths", type=int, nargs="+", default=[1, 10, 100])
     options.add_argument("--beat", type=float, default=0.0, help="seconds between two beats (default: as a worker)")
     options.add_argument("--limit", type=float, default=5.0, help="seconds that a generation may take after deaths")
+    options.add_argument("--output", default="", help="also write the times as JSON, for tidewheel plan goodput")
     given = options.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -246,6 +248,11 @@ def main() -> int:
         print(f"{workers} workers: done", file=sys.stderr, flush=True)
     print_table(starts, title="start and steady state")
     print_table(events, title="from an event until the last survivor has joined the next generation")
+    if given.output:
+        deaths = [row for row in events if row["event"].split()[0].isdigit() and "death" in row["event"]]
+        Path(given.output).write_text(json.dumps({"kind": "control_plane", "agreements": [
+            {"workers": int(row["workers"].replace(",", "")), "deaths": int(row["event"].split()[0]),
+             "seconds": float(row["seconds"])} for row in deaths]}))
     print("\n".join(problems) or "no survivor was cut off, and all ranks are right")
     return 1 if problems else 0
 

@@ -252,6 +252,7 @@ def main() -> int:
     arguments.add_argument("--only", nargs="+", choices=[*LIMITS, "plain"], default=[*LIMITS, "plain"])
     arguments.add_argument("--ours-only", action="store_true")
     arguments.add_argument("--step-seconds", type=float, default=0.1)
+    arguments.add_argument("--output", default="", help="also write our times as JSON, for tidewheel plan goodput")
     arguments.add_argument("--one", nargs=2, metavar=("EVENT", "SIDE"), help=argparse.SUPPRESS)
     chosen = arguments.parse_args()
     if chosen.one:
@@ -261,6 +262,7 @@ def main() -> int:
         os._exit(0)  # the run has not finished
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
+    seconds: dict[str, float] = {}
     for event in chosen.only:
         theirs = _tried(event, "peer", chosen.step_seconds) if event in PEERS and not chosen.ours_only else None
         before = crowding()
@@ -269,10 +271,14 @@ def main() -> int:
         limit = LIMITS[event] * crowded if event in LIMITS else None
         late = not _within(event, tried, crowded)
         missed += [event] * late
+        if isinstance(tried, Cost):
+            seconds[event] = tried.seconds
         rows.append({"event": event, **_cells("Ray Train", theirs), **_cells("Tidewheel", tried),
                      "limit, s": f"{limit:.1f}" if limit else "", "": "missed" if late else ""})
         print_table(rows[-1:])
     print_table(rows, title="What events cost")
+    if chosen.output:
+        Path(chosen.output).write_text(json.dumps({"kind": "elastic", "seconds": seconds}))
     return 1 if missed else 0
 
 

@@ -65,7 +65,8 @@ class Group:
         self.folder, self.settings, self.store = folder, settings, storage.store(settings.run_uri)
         self.fault = fault
         self.processes: dict[str, Any] = {}
-        self.coordinator = Coordinator(settings.run_uri, settings.elastic, sizes, epoch=acquire(self.store).epoch)
+        self.coordinator = Coordinator(settings.run_uri, settings.elastic, sizes, epoch=acquire(self.store).epoch,
+                                       node_history=settings.run.uri)
         self.coordinator.start("127.0.0.1")
 
     def add(self, *names: str, anew: bool = False, node: str = "") -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.cluster.in_place import Group, finished, prepare
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.errors import StorageAwayError
+from tidewheel.report.explain.account import account
 from tidewheel.shards.loader import Loader
 
 pytestmark = pytest.mark.cluster
@@ -56,7 +57,7 @@ def bad_gpu(node: str, flag: Path) -> None:
         return step(*arguments, **named)
 
     def check_arithmetic(device: Any) -> None:
-        if node == BAD:
+        if node == BAD and flag.exists():
             raise RuntimeError(ECC)
 
     assert probe.check_arithmetic
@@ -97,7 +98,7 @@ def test_a_worker_that_fails_is_left_out_and_the_run_continues(group: Group):
 
 
 @pytest.mark.parametrize("group", [bad_gpu], indirect=True)
-def test_a_bad_device_does_not_pass_its_probe(group: Group):
+def test_a_bad_device_does_not_pass_its_test_at_the_start(group: Group):
     group.wait(lambda: group.events("worker_left_out") != [])
     for number in range(2, 4):
         group.add(f"b{number}", node=BAD)
@@ -105,5 +106,10 @@ def test_a_bad_device_does_not_pass_its_probe(group: Group):
     finished(group)
     reasons = [event["detail"]["reason"] for event in group.events("worker_left_out")]
     assert [ECC in reason for reason in reasons] == [True] * 3
-    assert ["probe" in reason for reason in reasons] == [False, True, True]
+    assert ["its test at the start failed" in reason for reason in reasons] == [False, True, True]
     assert len(group.events("failure")) == 1
+    told = account(group.settings.run_uri)
+    assert [(item.cause.key, item.times) for item in told.incidents] == [("start", 1), ("gpu", 1), ("probe_failed", 2)]
+    assert {node: counts.total() for node, counts in told.repeaters.items()} == {BAD: 3}
+    [line] = told.history  # kept beside the run, for the runs after it
+    assert (line.host, line.failures, line.runs) == (BAD, 3, 1)

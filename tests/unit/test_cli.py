@@ -15,7 +15,7 @@ COMMANDS = [
     ["data", "train-classifier"],
     ["shards"], ["shards", "inspect"], ["shards", "verify"], ["shards", "trace"],
     ["train"], ["checkpoint"], ["checkpoint", "list"], ["checkpoint", "verify"], ["report"], ["audit"], ["doctor"],
-    ["demo"], ["plan"], ["plan", "goodput"],
+    ["demo"], ["explain"], ["plan"], ["plan", "goodput"],
 ]
 
 

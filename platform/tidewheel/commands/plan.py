@@ -113,6 +113,11 @@ def plan_goodput(
     plot: Annotated[str, Parameter(help="Also plot it to this SVG file.")] = "",
     run: Annotated[list[str] | None, Parameter(name="--run", negative="", consume_multiple=False, help="URI of a real "
                    "run with failures; given twice or more, each is predicted with the others' constants.")] = None,
+    measured: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Take times from a "
+                        "measurement file of tests.benchmarks.control_plane or elastic (--output). May be "
+                        "repeated.")] = None,
+    mechanisms: Annotated[bool, Parameter(negative="", help="Instead show what each mechanism of recovery contributes, "
+                                          "by switching it off.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Show the share of time not lost to failures, by size of the run, checkpoint interval and way to recover.
@@ -126,6 +131,24 @@ def plan_goodput(
     from tidewheel.plan.config import GoodputConfig
 
     settings = load(GoodputConfig, config, set_ or ()) if config else build(GoodputConfig, {}, set_ or ())
+    if measured:
+        from tidewheel.plan.measured import applied
+
+        settings = applied(settings, measured)
+    if mechanisms:
+        from tidewheel.plan.mechanisms import effective_times
+
+        times = effective_times(settings)
+        if as_json:
+            print(json.dumps([asdict(item) for item in times], indent=2))
+            return 0
+        print_table([{
+            "GPUs": f"{item.gpus:,}", "failure every": f"{item.mtbf_seconds / 3600:.2f} h",
+            "all": f"{100 * item.whole:.2f} %",
+            **{f"without {name}": f"{100 * share:.2f} %" for name, share in item.without.items()},
+            "without any": f"{100 * item.none:.2f} %"} for item in times],
+            title=f"effective time, {settings.failures.rate}, the best interval of each")
+        return 0
     if run:
         from tidewheel.plan.validation import predicted_beside_measured
 
@@ -149,4 +172,44 @@ def plan_goodput(
         "best interval": f"{row.interval_seconds / 60:g} min", "goodput": f"{100 * row.goodput:.2f} %",
         **{name.replace("_", " "): f"{100 * share:.2f} %" for name, share in row.parts.items()}}
         for row in recovery.best(rows)], title=f"the best interval of each, {settings.days:g} days")
+    return 0
+
+
+@app.command(name="spares")
+def plan_spares(
+    *,
+    nodes: Annotated[list[int], Parameter(consume_multiple=True, negative="", help="Nodes that the run needs; several "
+                                          "sizes may be given.")],
+    rate: Annotated[str, Parameter(help="llama3, rsc1, rsc2, rsc1_1024, ft_hsdp, or failures per GPU and hour (8 GPUs "
+                                        "a node).")] = "rsc1",
+    run: Annotated[list[str] | None, Parameter(name="--run", negative="", consume_multiple=False, help="URI of a real "
+                   "run: measure the rate of its nodes instead. May be repeated.")] = None,
+    replace_hours: Annotated[float, Parameter(help="Hours until a failed node is repaired or replaced.")] = 24.0,
+    quantile: Annotated[float, Parameter(help="Share of the time in which the spares must suffice.")] = 0.99,
+    as_json: AsJson = False,
+) -> int:
+    """Show how many spare nodes a run needs: a quantile of the number of nodes that are away, which is binomial."""
+    from tidewheel.config import build
+    from tidewheel.errors import ConfigError
+    from tidewheel.plan.config import FailureConfig
+    from tidewheel.plan.spares import measured_rate, published_rate, spare_nodes
+
+    if not 0 < quantile < 1 or replace_hours <= 0 or min(nodes) < 1:
+        raise ConfigError("the quantile is between 0 and 1, hours and nodes are more than 0",
+                          where="--quantile, --replace-hours, --nodes", fix="such as --nodes 128 --quantile 0.99")
+    observed = measured_rate(run) if run else None
+    failures = build(FailureConfig, {}, [f"rate={rate}"], where="--rate")
+    source = f"{observed.failures} failures in {observed.node_hours:,.1f} node hours" if observed else rate
+    rows = []
+    for count in nodes:
+        hourly = observed.per_node_hour if observed else published_rate(failures, count)
+        rows.append({"nodes": count, "rate": source, "per_1000_node_days": round(24_000 * hourly, 3),
+                     "spares": spare_nodes(count, hourly, replace_hours, quantile)})
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    print_table([{"nodes": f"{row['nodes']:,}", "failures": row["rate"],
+                  "per 1,000 node-days": f"{row['per_1000_node_days']:g}", "spare nodes": row["spares"]}
+                 for row in rows],
+                title=f"spares that suffice {100 * quantile:g} % of the time, {replace_hours:g} h to replace a node")
     return 0

@@ -67,9 +67,15 @@ class Admission:
             if worker.node == exclusion.node and (same_device or exclusion.level is Level.NODE):
                 worker.cleared = False
 
-    def refuse(self, fault: Fault, now: float) -> None:
-        """End a process that did not pass its probe."""
-        self.leave_out(fault, self.blame.refuse(fault, now))
+    def refuse(self, fault: Fault, now: float, level: Level = Level.PROCESS) -> None:
+        """End a process that did not pass its probe.
+
+        Args:
+            fault: what the probe found.
+            now: monotonic seconds.
+            level: what to leave out for a time.
+        """
+        self.leave_out(fault, self.blame.refuse(fault, now, level))
 
     def readmit(self, worker: Worker) -> None:
         """Let a worker that passed its probe have a rank again."""

@@ -134,11 +134,17 @@ class Blame:
             return Judgement(cause, counted=True, final=cause.fatal)
         return Judgement(cause, self._leave_out(cause, level, len(strikes) + 1, now), counted=again)
 
-    def refuse(self, fault: Fault, now: float) -> Exclusion:
-        """Leave out a process that did not pass its probe. The next fault of its node is excluded for longer."""
+    def refuse(self, fault: Fault, now: float, level: Level = Level.PROCESS) -> Exclusion:
+        """Leave out a process that did not pass its probe. The next fault of its node is excluded for longer.
+
+        Args:
+            fault: what the probe found.
+            now: monotonic seconds.
+            level: what to leave out.
+        """
         times = 1 + sum(earlier.node == fault.node for earlier, _ in self._earlier)
         self._earlier.append((fault, now))
-        return self._leave_out(fault, Level.PROCESS, times, now)
+        return self._leave_out(fault, level, times, now)
 
     def suspects(self, node: str, device: str, now: float) -> bool:
         """Return whether a worker of this node and device must pass a probe before it gets a rank.

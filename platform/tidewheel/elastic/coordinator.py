@@ -17,12 +17,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tidewheel import storage
+from tidewheel.cluster.node_history import NodeFailure, NodeHistory
+from tidewheel.cluster.node_history import read as read_failures
 from tidewheel.commit_log import first_generation
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.agents import Agents
 from tidewheel.elastic.blame import Blame
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.generation import Limits, Phase
+from tidewheel.elastic.layout import slots
 from tidewheel.elastic.membership import Membership
 from tidewheel.elastic.messages import (
     BEAT_SECONDS,
@@ -38,15 +41,16 @@ from tidewheel.elastic.messages import (
     WorkerEvent,
     WorkerMessage,
 )
+from tidewheel.elastic.node_health import NodeHealth
 from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.placement_orders import PlacementOrders
 from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
 from tidewheel.elastic.process_log import LogTarget, ProcessLog
-from tidewheel.elastic.run_events import Pace, RunEvents, Snapshot
+from tidewheel.elastic.run_events import NAMES_NODES, Pace, RunEvents, Snapshot, nodes_of
 from tidewheel.elastic.server import Server
 from tidewheel.elastic.slow import judge
 from tidewheel.elastic.supervision import Supervisor
-from tidewheel.errors import ClusterError, OwnershipError
+from tidewheel.errors import ClusterError, OwnershipError, StorageError
 from tidewheel.ownership import Renewal
 from tidewheel.placement import failure_domain
 from tidewheel.train.config import ElasticConfig
@@ -77,11 +81,12 @@ class Coordinator:
         log: run whose logs/ gets the log of this process, and of the agents; None to keep none.
         node: id of this process's node, for the log.
         tensor: ranks of a tensor-parallel group, which stay on one node if they can.
+        node_history: folder of the nodes' failures, which several runs share; "" to forget them.
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
                  epoch: int = 0, memory_tier: bool = False, log: LogTarget | None = None, node: str = "",
-                 tensor: int = 1) -> None:
+                 tensor: int = 1, node_history: str = "") -> None:
         self._log = ProcessLog(log, "coordinator", node)
         elastic = elastic or ElasticConfig()
         first = first_generation(epoch)
@@ -98,7 +103,12 @@ class Coordinator:
         self._known = set[str]()
         self._cut = set[str]()
         self._losses = set[str]()
+        self._hosts: dict[str, str] = {}  # by node, also of nodes that are gone
+        self._slots: dict[str, int] = {}  # room for workers on the nodes that are there
+        self._node_history = NodeHistory(storage.store(node_history), run_uri) if node_history else None
         self.event("driver_start", {"first_generation": first, "epoch": epoch})
+        self._health = NodeHealth(elastic.node_checks, self, self._past_failures(node_history),
+                                  history=self._node_history, hosts=self._hosts)
         self._membership = Membership(
             sizes,
             Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
@@ -111,7 +121,7 @@ class Coordinator:
             limits=Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
                           gather=elastic.start_timeout_seconds),
             blame=Blame(Backoff(elastic.readmit_after_seconds, elastic.readmit_at_most_seconds)),
-            first_generation=first, furthest_step=self._past.step, tensor=tensor)
+            health=self._health, first_generation=first, furthest_step=self._past.step, tensor=tensor)
         self._server: Server | None = None
         self._rendezvous: tuple[str, int] = ("", 0)
         self._token = secrets.token_hex(16)
@@ -208,8 +218,12 @@ class Coordinator:
         return set(self._losses)
 
     def avoided(self) -> set[str]:
-        """Return the nodes on which no worker may be started: too slow, or blamed for failures."""
-        return self._decide(lambda: self._membership.nodes_out(time.monotonic()))
+        """Return the nodes on which no worker may be started: too slow, blamed for failures, or failing often."""
+        def out() -> set[str]:
+            often = self._health.avoid(self._slots, self._membership.sizes)
+            return self._membership.nodes_out(time.monotonic()) | often
+
+        return self._decide(out)
 
     def raised(self, worker: str, kind: str, text: str, fatal: bool) -> bool:
         """Return whether the run continues without a worker whose function raised an error outside any generation.
@@ -273,6 +287,8 @@ class Coordinator:
         if self._server is not None:
             self._server.stop()
         self._past_writer.end()
+        if self._node_history is not None:
+            self._node_history.close()
         try:
             self._events.flush()
             if self._agents is not None:
@@ -321,6 +337,8 @@ class Coordinator:
         unix = time.time() if at is None else time.time() - (time.monotonic() - at)
         if kind == "worker_left_out":
             detail = {**detail, "until": unix + detail["seconds"]}
+        if kind in NAMES_NODES:
+            detail = {**detail, "hosts": [self._hosts.get(node, "") for node in nodes_of(detail)]}
         logger.info("event %s %s", kind, json.dumps(detail, default=str))
         self._record(kind, detail, unix)
         if kind == "failure":
@@ -354,7 +372,31 @@ class Coordinator:
             self._waiting[hello.name] = (hello, time.monotonic())
 
     def _hello(self, hello: Hello) -> None:
-        self._membership.hello(hello.name, hello.node, time.monotonic(), spot=hello.spot, device=hello.device)
+        self._membership.hello(hello.name, hello.node, time.monotonic(), spot=hello.spot, device=hello.device,
+                               problem=hello.problem, ask=bool(self._clock_problem(hello.clock, time.time())))
+
+    def _clock_problem(self, clock: float, since: float) -> str:
+        """Return what is wrong with a worker's clock, or "".
+
+        Args:
+            clock: its Unix time; 0: not told.
+            since: Unix time since which it may have read its clock.
+        """
+        limit = self._elastic.node_checks.clock_seconds
+        if not limit or not clock or since - limit <= clock <= time.time() + limit:
+            return ""
+        off = clock - time.time()
+        return f"its clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the driver's"
+
+    def _past_failures(self, folder: str) -> list[NodeFailure]:
+        """Return the failures of nodes in earlier runs; [] without a folder, or if storage does not tell."""
+        if not folder:
+            return []
+        try:
+            return read_failures(storage.store(folder), time.time() - self._elastic.node_checks.within_seconds)
+        except (StorageError, OSError) as error:  # it only helps
+            logger.warning("the history of the nodes cannot be read: %s", error)
+            return []
 
     def received(self, name: str, message: WorkerMessage) -> None:
         """Act on a message of a worker."""
@@ -375,7 +417,10 @@ class Coordinator:
                 membership.leaving(name)
             case Left():
                 membership.left(name, message, now)
-            case Probed(problem):
+            case Probed(problem, clock):
+                worker = membership.workers.get(name)
+                asked = now - (worker.probed_at if worker and worker.probed_at is not None else now)
+                problem = problem or self._clock_problem(clock, time.time() - asked)
                 membership.probed(name, problem, now)
 
     def _judged(self, detail: dict[str, Any]) -> dict[str, Any]:
@@ -472,6 +517,9 @@ class Coordinator:
         def look() -> None:
             nonlocal known
             now = {node.node_id: node for node in nodes.alive(self._elastic.placement.selector)}
+            self._hosts.update({node_id: node.host for node_id, node in now.items()})
+            self._slots = {node_id: slots([node.resources], self._elastic.needs) for node_id, node in now.items()
+                           if not node.draining}
             if self._agents is not None:
                 domains = {node_id: failure_domain(node.labels) for node_id, node in now.items()}
                 self._agents.located({node_id: domain for node_id, domain in domains.items() if domain})

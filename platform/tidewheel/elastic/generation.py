@@ -124,6 +124,10 @@ class Generation:
     """Reason of a planned change for which the members were asked to leave; "" without one."""
     aborted: bool = False
     """The members were told to leave at once. They are told once, however many of them are lost afterwards."""
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Node by member; it is known after the member is gone."""
+    excused: set[str] = field(default_factory=set)
+    """Nodes whose loss says nothing about them: they were about to leave, or may be taken away at any time."""
     failed: list[str] = field(default_factory=list)
     """Members that left because of an error."""
     ranks: dict[str, int] = field(init=False)

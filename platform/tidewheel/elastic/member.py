@@ -64,9 +64,11 @@ class Member:
         node: id of its node.
         spot: the node may be taken away at any time.
         device: GPUs of this process, as the node numbers them; "" on CPU.
+        problem: what its test before the start found; "" if it passed.
     """
 
-    def __init__(self, endpoint: Endpoint, name: str, node: str, *, spot: bool = False, device: str = "") -> None:
+    def __init__(self, endpoint: Endpoint, name: str, node: str, *, spot: bool = False, device: str = "",
+                 problem: str = "") -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         """Messages that the training thread waits for."""
         self.stop = False
@@ -85,7 +87,7 @@ class Member:
         self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clocks else None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        hello = Hello(name, node, endpoint.token, spot=spot, device=device)
+        hello = Hello(name, node, endpoint.token, spot=spot, device=device, problem=problem, clock=time.time())
         self._client = Client(endpoint.address, hello, self._receive, end_process)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 

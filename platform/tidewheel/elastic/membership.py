@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from tidewheel.elastic.admission import TEXT_CHARACTERS, Admission
-from tidewheel.elastic.blame import Blame, Fault, Judgement
+from tidewheel.elastic.blame import Blame, Fault, Judgement, Level
 from tidewheel.elastic.generation import LEAVE_TIMES, Generation, Limits, Outbox, Phase, Worker
 from tidewheel.elastic.layout import largest_fit
 from tidewheel.elastic.messages import Abort, CoordinatorMessage, ExitReason, GoOn, Join, Left, Over, Raise, Stop
+from tidewheel.elastic.node_health import NodeHealth
 from tidewheel.elastic.policy import Backoff, FailureBudget, Move, Recovery, Resizer, View
 from tidewheel.elastic.rank_order import choose, split_groups
 from tidewheel.elastic.silence import Silence
+from tidewheel.train.node_checks_config import NodeChecksConfig
 
 
 class Membership:
@@ -29,13 +31,14 @@ class Membership:
         outbox: receives the decisions.
         limits: time limits.
         blame: decides which worker caused a failure; default: one that remembers failures for two hours.
+        health: knows which nodes failed before; default: forgets with the run.
         first_generation: number of the first generation formed here.
         furthest_step: furthest step that the run has ever done.
     """
 
     def __init__(self, sizes: Iterable[int], resizer: Resizer, budget: FailureBudget, outbox: Outbox, *,
-                 limits: Limits, blame: Blame | None = None, first_generation: int = 0,
-                 furthest_step: int = 0, tensor: int = 1) -> None:
+                 limits: Limits, blame: Blame | None = None, health: NodeHealth | None = None,
+                 first_generation: int = 0, furthest_step: int = 0, tensor: int = 1) -> None:
         self.sizes = tuple(sizes)
         self.phase = Phase.GATHERING
         self.generation: Generation | None = None
@@ -52,6 +55,8 @@ class Membership:
         self._limits = limits
         self._admission = Admission(self.sizes, blame or Blame(Backoff(60.0, 3600.0)), outbox, self.workers,
                                     limits.start)
+        self._health = health or NodeHealth(NodeChecksConfig(), outbox)
+        self._largest_formed = 0
         self._silence = Silence(self.workers, limits.heartbeat)
         self._tensor = tensor
         self.largest = max(self.sizes)
@@ -93,7 +98,8 @@ class Membership:
         for name in names:
             self.workers.setdefault(name, Worker(name, nodes.get(name, "")))
 
-    def hello(self, name: str, node: str, now: float, *, spot: bool = False, device: str = "") -> None:
+    def hello(self, name: str, node: str, now: float, *, spot: bool = False, device: str = "", problem: str = "",
+              ask: bool = False) -> None:
         """Note that a worker is ready for a rank.
 
         Args:
@@ -102,6 +108,8 @@ class Membership:
             now: the time.
             spot: the node may be taken away at any time.
             device: its GPUs, as the node numbers them; "" on CPU.
+            problem: what its test before the start found; "" if it passed.
+            ask: whether it must pass a probe first, because its clock seems wrong.
         """
         worker = self.workers.setdefault(name, Worker(name))
         worker.node = node
@@ -110,10 +118,13 @@ class Membership:
         worker.connected = True
         worker.beat = now
         worker.left = None
-        worker.cleared = not self._admission.blame.suspects(node, device, now)
+        worker.cleared = not (ask or self._admission.blame.suspects(node, device, now))
         worker.leaving = node in self._draining or node in self.avoided
         if self.phase is Phase.OVER:
             self._outbox.send(name, Over())
+        elif problem:
+            self._refuse(worker, f"its test at the start failed: {problem}", now, at_start=True)
+            return
         self._gather(now)
 
     def beat(self, name: str, number: int, step: int, now: float, *, work: float = 0.0, aborts: int = -1) -> None:
@@ -184,6 +195,8 @@ class Membership:
         if worker.left in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             self._settle(now)
             return
+        if worker.leaving or worker.spot:
+            generation.excused.add(worker.node)
         reported = worker.text if worker.left is ExitReason.FAILED else ""  # it ended itself after its report
         generation.lost[name] = reported or why
         generation.loss_came_first = generation.loss_came_first or not generation.faults
@@ -315,7 +328,7 @@ class Membership:
             return
         leaving = [name for name in generation.members if name in self.workers and self.workers[name].leaving]
         decision = self._resizer.decide(View(
-            time=now, size=len(generation.members), slots=len(self._admission.available()), leaving=len(leaving),
+            time=now, size=len(generation.members), slots=len(self._usable()), leaving=len(leaving),
             stepped=generation.step > 0, asked=bool(generation.planned), remaining_seconds=self.remaining_seconds))
         if decision.move is Move.ASK:
             generation.planned = decision.reason
@@ -367,6 +380,7 @@ class Membership:
             self._recover(generation, now)
         elif generation.planned == "end":
             self.phase = Phase.STOPPED
+            self._outbox.event("stopped", {"generation": generation.number, "step": generation.step})
         else:
             if generation.planned == "drain":
                 self._resizer.shrunk()
@@ -387,6 +401,7 @@ class Membership:
             self.charge(counted=judgement.counted, in_place=judgement.out is not None)
         cause = self._record_failure(generation, judgement)
         if judgement is not None and judgement.out is not None and self.recovery is not Recovery.NONE:
+            self._health.failed(judgement.cause.node, judgement.cause.text)
             self._admission.leave_out(judgement.cause, judgement.out)
         if self.recovery is Recovery.IN_PLACE:
             self._not_before = now + self._budget.pause
@@ -422,8 +437,12 @@ class Membership:
             workers = list(generation.lost or failed)
             texts = [*generation.lost.values(), *(self.workers[name].text for name in failed)]
             cause = texts[0] if texts else ""
+            self._health.lost([generation.nodes.get(name, "") for name in generation.lost], generation.excused,
+                              generation.nodes.values(), cause)
         ranks = [generation.ranks[name] for name in workers]
-        self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "step": generation.step,
+        nodes = [generation.nodes.get(name, "") for name in workers]
+        self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "nodes": nodes,
+                                       "step": generation.step,
                                        "error": cause[:TEXT_CHARACTERS], "recovery": str(self.recovery),
                                        "restart": self.recovery is not Recovery.NONE}, generation.ended_at)
         return cause
@@ -444,14 +463,25 @@ class Membership:
         generation.faults.append(
             Fault(worker.name, worker.node, worker.device, kind, text, fatal, self._furthest))
 
-    def _refuse(self, worker: Worker, problem: str, now: float) -> None:
+    def _refuse(self, worker: Worker, problem: str, now: float, *, at_start: bool = False) -> None:
         """Leave out a worker that did not pass its probe. Without enough others, this is a failure of the run."""
-        too_few = not largest_fit(self.sizes, len(self._admission.available()))
+        worker.cleared = False
+        starting = [other for other in self.workers.values() if not other.connected]
+        awaited = len(starting) if at_start else 0  # they may be enough
+        too_few = not largest_fit(self.sizes, len(self._admission.available()) + awaited)
         fault = Fault(worker.name, worker.node, worker.device, "probe", problem, False, self._furthest)
-        self._admission.refuse(fault, now)
+        self._health.failed(worker.node, problem)
         if too_few and self.phase is Phase.GATHERING and self.charge() is Recovery.NONE:
             self.phase = Phase.FAILED
+            self._outbox.event("failure", {"generation": self._next - 1, "ranks": [], "nodes": [worker.node],
+                                           "step": self._furthest, "error": problem[:TEXT_CHARACTERS],
+                                           "recovery": str(self.recovery), "restart": False})
             self._raise_all(f"the run has failed: {problem}")
+            return
+        level = Level.PROCESS
+        if at_start:  # the next process there would fail as well
+            level = Level.DEVICE if worker.device else Level.NODE
+        self._admission.refuse(fault, now, level)
 
     def _end_generation(self) -> None:
         if self.generation is not None:
@@ -472,11 +502,11 @@ class Membership:
         waits = self._fresh and starting and waited < self._limits.start
         if waits and len(self.workers) <= self.largest:
             return  # one less is available, at least
-        available = self._admission.available()
+        available = self._usable()
         size = largest_fit(self.sizes, len(available))
         if not size and self.avoided:  # a slow worker is better than none
             self._use_avoided()
-            available = self._admission.available()
+            available = self._usable()
             size = largest_fit(self.sizes, len(available))
         if not size:
             if waited > self._limits.start / 4 or not starting:
@@ -486,10 +516,14 @@ class Membership:
                 self.recovery = Recovery.KEPT
                 self._raise_all("too few workers")
             return
-        if waits and size < self.largest:
+        if waits and (size < self.largest or self._health.doubts(worker.node for worker in available)):
             return
         previous = self._ended.members if self._ended is not None else ()
         self._form(choose(available, size, previous, self._tensor), now)
+
+    def _usable(self) -> list[Worker]:
+        """Return the workers that can take a rank, without those of nodes that failed again and again."""
+        return self._health.usable(self._admission.available(), self.sizes, self._largest_formed)
 
     def _use_avoided(self) -> None:
         for worker in self.workers.values():
@@ -497,8 +531,10 @@ class Membership:
         self.avoided.clear()
 
     def _form(self, ranked: list[Worker], now: float) -> None:
-        generation = Generation(self._next, tuple(worker.name for worker in ranked), now)
+        generation = Generation(self._next, tuple(worker.name for worker in ranked), now,
+                                nodes={worker.name: worker.node for worker in ranked})
         self._next += 1
+        self._largest_formed = max(self._largest_formed, len(ranked))
         self._fresh = False
         self._gathering_since = None
         self.generation = generation

@@ -60,6 +60,10 @@ class Hello:
     """The node may be taken away at any time."""
     device: str = ""
     """GPUs of the process, as its node numbers them; "" on CPU."""
+    problem: str = ""
+    """What its test before the start found; "" if it passed."""
+    clock: float = 0.0
+    """Its Unix time when it sent this; 0: not told."""
     type: Literal["hello"] = "hello"
 
 
@@ -149,6 +153,8 @@ class Probed:
 
     problem: str
     """"" if the worker passed."""
+    clock: float = 0.0
+    """Its Unix time when it sent this; 0: not told."""
     type: Literal["probed"] = "probed"
 
 

@@ -17,8 +17,16 @@ NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", 
                         "shares", "sink_failed", "callback_failed", "guard", "rollback", "hang", "shard_read_again",
                         "storage_away", "memory_refused", "memory_tier_lost", "data_wait", "data_came",
                         "worker_left_out", "worker_readmitted", "taken_over", "setting_changed", "control_error",
-                         "tensor_groups_split", "continued_before_decay", "branched", "corruption"})
+                         "tensor_groups_split", "continued_before_decay", "branched", "corruption", "node_excluded",
+                        "node_used_again"})
+#: Events of nodes by their ids, to which the coordinator adds the nodes' hosts.
+NAMES_NODES = frozenset({"failure", "worker_left_out", "worker_readmitted"})
 MOST_NEWS = 200
+
+
+def nodes_of(detail: dict[str, Any]) -> list[str]:
+    """Return the ids of the nodes that an event's detail names."""
+    return list(detail["nodes"]) if "nodes" in detail else [detail["node"]] if "node" in detail else []
 
 
 @dataclass(frozen=True)

@@ -316,6 +316,7 @@ class LocalControl(Control):
         return False
 
     def hold(self, step: int) -> None:
+        self.event("stopped", step=step)
         raise self._stop.stopped(f"saved at step {step}")
 
     def event(self, kind: str, **detail: Any) -> None:
@@ -383,7 +384,8 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
                                           run_uri, config.elastic, sizes, epoch=epoch,
                                           memory_tier=bool(config.checkpoint.memory_tier.every_steps),
                                           log=LogTarget.of(config), node=on_this_node.node_id,
-                                          tensor=config.parallel.tensor)
+                                          tensor=config.parallel.tensor,
+                                          node_history=config.elastic.node_checks.history or config.run.uri)
         except ValueError:  # the name is taken
             if time.monotonic() > until:
                 raise ClusterError("another driver is training this run on this cluster", where=run_uri,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,8 @@ def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool
 
     warm_up(run.config, deeply=endpoint.runs)
     kept = KeptBase()
-    member = Member(endpoint, name, node, spot=spot, device=device)
+    problem = _problem(run.config, at_start=True) if run.config.elastic.node_checks.at_start else ""
+    member = Member(endpoint, name, node, spot=spot, device=device, problem=problem)
     members.append(member)
     error: BaseException | None = None
     try:
@@ -116,7 +118,7 @@ def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool
                         raise error
                     raise RestartNeeded(text) from error
                 case Probe():
-                    member.send(Probed(_problem(run.config)))
+                    member.send(Probed(_problem(run.config), time.time()))
                 case Join() as order:
                     error = None
                     error = _generation(run, member, order, node[:12], kept)
@@ -237,12 +239,15 @@ def tier_placement(memory: MemoryPlacement) -> Placement:
     return Placement(tuple(table.addresses[agent] for agent in by_rank), tuple(others), table.token, domains)
 
 
-def _problem(config: TrainConfig) -> str:
+def _problem(config: TrainConfig, *, at_start: bool = False) -> str:
     """Return what a self-test of this process finds; "" if it passes."""
-    from tidewheel.elastic.probe import probe
+    from tidewheel.elastic import probe
 
     try:
-        probe(config, _device(config))
+        if at_start:
+            probe.at_start(config, _device(config))
+        else:
+            probe.probe(config, _device(config))
     except Exception as error:  # any error of a faulty device or a full disk is the result
         return f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS]
     return ""

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from tidewheel.config import Config
 
-LLAMA3_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
-"""Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)."""
-META_MTTF_HOURS = ((1_024, 7.9), (16_384, 1.8))
-"""GPUs of a job, mean hours to its failure, on Meta's research clusters (arXiv:2410.21680)."""
+_NODE_DAYS = 1000 * 8 * 24
+"""GPU hours of 1,000 node-days, at 8 GPUs a node."""
+PER_GPU_HOUR = {
+    "llama3": 419 / (54 * 24 * 16_384), "rsc1": 6.50 / _NODE_DAYS, "rsc2": 2.34 / _NODE_DAYS,
+    "rsc1_1024": 1 / (7.9 * 1_024), "ft_hsdp": 2.3 / _NODE_DAYS}
+"""Published failures per GPU and hour.
+
+- llama3: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4).
+- rsc1, rsc2: 6.50 and 2.34 failures per 1,000 node-days on Meta's research clusters (arXiv:2410.21680).
+- rsc1_1024: 7.9 hours to a failure, measured there for jobs of 1,024 GPUs: 3.7 times the rate of the whole cluster.
+- ft_hsdp: 2.3 failures per 1,000 servers and day (arXiv:2602.00277). Its "every 18 minutes at 100K GPUs" would be 6.4.
+"""
 
 
 class FailureConfig(Config):
     """How often the run loses a node, and how."""
 
-    rate: Literal["llama3", "meta"] | float = "meta"
-    """llama3: 419 failures in 54 days on 16,384 GPUs, proportional to the GPUs; meta: 7.9 h between failures at 1,024
-    GPUs and 1.8 h at 16,384, a power law through both; or a number: failures per GPU and hour."""
+    rate: Literal["llama3", "rsc1", "rsc2", "rsc1_1024", "ft_hsdp"] | float = "rsc1"
+    """A published rate, proportional to the GPUs (`PER_GPU_HOUR` has the sources): llama3: a failure every 3.1 h at
+    16,384 GPUs; rsc1: 1.8 h; rsc2: 5.0 h; rsc1_1024: 0.5 h; ft_hsdp: 5.1 h; or a number: failures per GPU and hour."""
     several_share: float = Field(default=0.05, ge=0, le=1)
     """Share of the failures that take both a node and the node with its replica, as the loss of a rack would. This is
     an assumption: no figure is published."""
+
+    @pydantic.field_validator("rate", mode="before")
+    @classmethod
+    def _one_point(cls, value: Any) -> Any:
+        if value == "meta":
+            raise ValueError("meta mixed two measurements: use rsc1 for the whole cluster, or rsc1_1024 for its jobs "
+                             "of 1,024 GPUs")
+        return value
 
     @pydantic.field_validator("rate")
     @classmethod
@@ -35,11 +51,7 @@ class FailureConfig(Config):
 
     def mtbf_seconds(self, gpus: int) -> float:
         """Return the mean time between failures of a run on `gpus` GPUs, in seconds."""
-        if self.rate == "meta":
-            (small, hours), (large, fewer) = META_MTTF_HOURS
-            exponent = math.log(fewer / hours) / math.log(large / small)
-            return 3600 * hours * (gpus / small) ** exponent
-        rate = LLAMA3_PER_GPU_HOUR if self.rate == "llama3" else float(self.rate)
+        rate = PER_GPU_HOUR[self.rate] if isinstance(self.rate, str) else self.rate
         return 3600 / (rate * gpus)
 
 

@@ -32,6 +32,8 @@ class Disturbance:
     """Longest time without a step, seconds."""
     cost: dict[str, float] = field(default_factory=dict)
     """Worker seconds by category."""
+    events: list[Event] = field(default_factory=list)
+    """All its events, in order."""
 
     @property
     def name(self) -> str:
@@ -43,10 +45,25 @@ class Disturbance:
 
 
 def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Disturbance]:
-    """Return all disturbances, the oldest first. The start of the run is the first one."""
+    """Return the disturbances that cost something, the oldest first. The start of the run is the first one."""
+    return [disturbance for disturbance in grouped(events, metrics)
+            if disturbance.pause or sum(disturbance.cost.values()) >= 0.05
+            or not {"start", "rollback"}.isdisjoint(disturbance.kinds)]
+
+
+def grouped(events: Sequence[Event], metrics: Sequence[dict]) -> list[Disturbance]:
+    """Return all disturbances, the oldest first, also those that cost nothing."""
     all_disturbances: list[Disturbance] = []
     size, opened = 0, False
     for event in events:
+        if event.kind == "rollback":
+            if opened:  # workers are about to change, and train meanwhile
+                all_disturbances[-1].redone += _undone(event)
+            else:  # the same workers go back, so no event ends it
+                all_disturbances.append(Disturbance(event, event.time, [event.kind], (size, size), _undone(event),
+                                                    cost=dict(event.cost)))
+            all_disturbances[-1].events.append(event)
+            continue
         if event.kind not in CAUSES | CONSEQUENCES:
             continue
         if not opened:
@@ -54,6 +71,7 @@ def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Distu
             opened = True
         current = all_disturbances[-1]
         current.kinds.append(event.kind)
+        current.events.append(event)
         for name, amount in event.cost.items():
             current.cost[name] = current.cost.get(name, 0.0) + amount
         if event.kind in ("start", "resume"):
@@ -62,8 +80,13 @@ def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Distu
             redo = event.detail.get("redo")
             current.redone += redo if isinstance(redo, int) else 0
     _pauses(all_disturbances, metrics)
-    return [disturbance for disturbance in all_disturbances
-            if disturbance.pause or sum(disturbance.cost.values()) >= 0.05 or "start" in disturbance.kinds]
+    return all_disturbances
+
+
+def _undone(rollback: Event) -> int:
+    """Return the number of steps that a rollback undoes."""
+    back_to = rollback.detail.get("back_to")
+    return max(0, rollback.step - back_to) if isinstance(back_to, int) else 0
 
 
 def _pauses(all_disturbances: Sequence[Disturbance], metrics: Sequence[dict]) -> None:
@@ -100,7 +123,7 @@ def disturbance_table(shown: Sequence[Disturbance], began: float) -> Html:
 
 
 def _tone(disturbance: Disturbance) -> str:
-    if {"node_lost", "failure"} & set(disturbance.kinds):
+    if {"node_lost", "failure", "rollback"} & set(disturbance.kinds):
         return "bad"
     return "good" if "node_joined" in disturbance.kinds else ""
 

@@ -132,6 +132,9 @@ def _causes(events: Sequence[Event]) -> list[Event]:
     causes: list[Event] = []
     waiting = ""  # kind of the cause after which no worker trains yet
     for event in events:
+        if event.kind == "rollback":  # the same workers go back; none starts or resumes
+            causes.append(event)
+            continue
         first_failure = event.kind in FAILURES and waiting not in FAILURES
         if event.kind in CAUSES | CONSEQUENCES and (not waiting or first_failure):
             causes.append(event)

@@ -16,6 +16,8 @@ from tidewheel.printable import printable_lines
 from tidewheel.report import answers, experts, lineage, mixture, rollouts, sources, tasks, validation
 from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
+from tidewheel.report.explain import account as accounts
+from tidewheel.report.explain import section as explained
 from tidewheel.report.page import (
     Html,
     Page,
@@ -87,6 +89,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page = Page(f"Run {read.run.get('id') or run_uri.rstrip('/').rpartition('/')[2]}", _status(read),
                 subtitle=_subtitle(read))
     page.headline(_cards(read, audit, audit_error))
+    page.section("What went wrong, and what to do", *explained.section(_account(read)), note=explained.NOTE)
     page.section("Loss", loss_figure(read.metrics, marks(read.events), _references(read), bad_steps(read.events)),
                  _reading(read),
                  note="Training loss (thin: each step, thick: smoothed), validation loss, and the entropies of the "
@@ -294,6 +297,14 @@ def _time(read: _Run) -> list[Html]:
             for (full, node), spent in zip(names.items(), by_node.values()) if any(spent.values())]
     head = ["worker", *(name.replace("_", " ") for name in used), "all", "goodput"]
     return [time_bar(parts), tag("h3", "By node"), table(head, rows, numeric=range(1, len(head)))]
+
+
+def _account(read: _Run) -> accounts.Account:
+    """Return what went wrong so far, with the run's health at present."""
+    now = time.time()
+    state = accounts.present_health(read.place, read.result, read.events, read.metrics, now)
+    return accounts.of(read.place.uri, read.run, state, read.events, read.metrics, read.ledger,
+                       accounts.history_of(read.place.uri, read.run, now))
 
 
 def _disturbances(read: _Run) -> Html:

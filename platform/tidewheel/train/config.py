@@ -28,6 +28,7 @@ from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
+from tidewheel.train.node_checks_config import NodeChecksConfig
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.policy.config import RolloutsConfig
 from tidewheel.train.policy.objective import PolicyObjective
@@ -227,6 +228,8 @@ class ElasticConfig(Config):
     leave_seconds: float = Field(default=5.0, gt=0)
     """Cut off a worker that does not leave a broken generation within this time, or within six times this time while
     its training thread uses the CPU. An idle machine takes far less, and a hung worker delays the others."""
+    node_checks: NodeChecksConfig = NodeChecksConfig()
+    """Tests that a node must pass, and what its failures in the past mean."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes that workers run on. Others are not counted, and an autoscaler is not asked for them."""
 

@@ -88,7 +88,7 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
         try:
             loop = Loop.open(run, runtime, timeline, watch, retry)
             stack.callback(loop.close)
-            watch.include(loop.groups)
+            watch.include(loop.groups, loop.stage)
             loop.resume()
             timeline.spent("restart")
             loop.run()
@@ -159,6 +159,11 @@ class Loop:
     def groups(self) -> Sequence[Any]:
         """Process groups that training uses beside the default one."""
         return self._training.model.mesh.groups()
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage of the pipeline."""
+        return self._training.model.mesh.coordinate("pipeline")
 
     def resume(self) -> None:
         """Take model, optimizer and position from the newest intact checkpoint, or start at step 0."""

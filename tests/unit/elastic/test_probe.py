@@ -1,5 +1,7 @@
 """The probe detects a faulty device, memory, cache and store of a process."""
 
+import hashlib
+
 import pytest
 import torch
 
@@ -54,3 +56,29 @@ def test_unavailable_storage_does_not_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalStore, "exists", away)
     with pytest.raises(StorageAwayError):
         probe.probe(config(tmp_path), "cpu")
+
+
+def test_the_known_hash_is_that_of_the_product():
+    left = torch.arange(probe.SIZE).reshape(-1, 1) + 2 * torch.arange(probe.SIZE)
+    right = 3 * torch.arange(probe.SIZE).reshape(-1, 1) + torch.arange(probe.SIZE)
+    entries = (left % 7 @ (right % 5)).to(torch.int32).numpy().astype("<i4")
+    assert hashlib.sha256(entries.tobytes()).hexdigest() == probe.PRODUCT_HASH
+
+
+def test_a_node_passes_at_the_start_while_storage_is_away(tmp_path, monkeypatch):
+    def away(self, key):
+        raise StorageAwayError("does not answer", where=self.uri)
+
+    monkeypatch.setattr(LocalStore, "exists", away)
+    probe.at_start(config(tmp_path), "cpu")
+
+
+def test_a_wrong_cache_setting_is_no_fault_of_the_node(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    probe.at_start(config(tmp_path, "run", f"data.cache={tmp_path / 'file'}"), "cpu")
+
+
+def test_a_disk_that_loses_what_is_written_does_not_pass_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda self: b"other")
+    with pytest.raises(probe.ProbeError, match="does not hold what was written"):
+        probe.at_start(config(tmp_path), "cpu")

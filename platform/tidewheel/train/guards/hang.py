@@ -3,9 +3,11 @@
 Each rank marks its step and phase in memory. A thread of its own publishes the mark in the ranks' shared store every
 few seconds, so that no step waits for the network. A rank without progress for the configured time (neither a new
 mark nor a new collective) surveys all ranks. A rank is behind if its thread is silent (the process is stopped,
-swapped out or gone), or if its marks or collectives are fewer than the others'. If no rank is behind, all ranks do
-long work and training continues. Otherwise the waiting rank ends: the collective that it waits in times out and
-raises (gloo), or is aborted (NCCL, whose watchdog raises nothing here; see `cuda_environment`). Failing that, the
+swapped out or gone), or if its marks or collectives are fewer than the others'. Each rank without progress also
+publishes its newest collectives, their number at its newest marks, and its stack; from these `hang_blame` says which
+rank started the hang, also if a rank took another way than the others. If no rank is behind or took another way, all
+ranks do long work and training continues. Otherwise the waiting rank ends: the collective that it waits in times out
+and raises (gloo), or is aborted (NCCL, whose watchdog raises nothing here; see `cuda_environment`). Failing that, the
 rank's process ends.
 """
 
@@ -17,14 +19,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tidewheel.train.guards.collective_records import MarkCount, RankRecord, own_record
 from tidewheel.train.guards.config import GuardsConfig
+from tidewheel.train.guards.hang_blame import Fault, blame
 from tidewheel.train.logs import worker_log
 
 logger = logging.getLogger(__name__)
@@ -34,6 +39,10 @@ BEATS = 12
 MOST_SECONDS = 5.0
 """Longest time between two beats."""
 CLOSE_SECONDS = 0.5
+MOST_RECORDS = 1024
+"""With more ranks only the beats are compared: a record has about 20 kB, and one rank reads those of all."""
+MARKS = 64
+"""Newest marks of which a rank knows how many collectives it had started."""
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -96,6 +105,7 @@ class Watch:
         self._config, self._rank, self._world_size, self._on_hang = config, rank, world_size, on_hang
         self._break_off = break_off
         self._marks, self._place = 0, (0, "start")
+        self._counts: deque[MarkCount] = deque(maxlen=MARKS)
         self._finding = Finding("")
         self._found, self._closed = threading.Event(), threading.Event()
         self._limit = config.start_timeout_seconds
@@ -103,6 +113,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         if world_size > 1:
             self._groups: list[Any] = [distributed_c10d._get_default_group()]
+            self._labels, self._program = _labelled(self._groups), 0
             self._times_out = dist.get_backend() == "gloo"
             self._set_limits()
             # two connections, because one that waits for an answer would delay the beats
@@ -111,16 +122,26 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
             self._thread.start()
 
-    def include(self, groups: Sequence[Any]) -> None:
-        """Watch further process groups, in which all ranks start the same collectives; so no pipeline's."""
+    def include(self, groups: Sequence[Any], program: int = 0) -> None:
+        """Watch further process groups, in which all ranks start the same collectives; so no pipeline's.
+
+        Args:
+            groups: of this rank.
+            program: ranks with the same number start the same collectives in the same order: a pipeline stage.
+        """
         if self._thread is not None:
+            self._program = program
             self._groups = [self._groups[0], *(group for group in groups if group is not self._groups[0])]
+            self._labels = _labelled(self._groups)
             self._set_limits()
 
     def mark(self, step: int, phase: str) -> None:
         """Mark that this rank is at `phase` of `step`. All ranks make the same marks in the same order."""
         self._place = step, phase
         self._marks += 1
+        if self._thread is not None:
+            counts = {label: group._get_sequence_number_for_group() for label, group in self._labels.items()}
+            self._counts.append(MarkCount(self._marks, step, phase, counts))
 
     def started(self) -> None:
         """Note that the first step is done; the shorter time limit applies from now on."""
@@ -153,6 +174,14 @@ class Watch:
         counts = {group.group_name: group._get_sequence_number_for_group() for group in self._groups}
         return Beat(number, self._marks, *self._place, counts)
 
+    def _publish(self) -> None:
+        """Publish what this rank knows of its collectives."""
+        labelled = self._labels
+        names = {group.group_name: label for label, group in labelled.items()}
+        members = {label: dist.get_process_group_ranks(group) for label, group in labelled.items()}
+        record = own_record(tuple(self._counts), names, self._program)
+        self._store.set(f"record/{self._rank}", json.dumps([self._beat(0), members, record.to_json()]))
+
     def _run(self) -> None:
         # the process that hosts the store has ended; the collectives raise that themselves
         with contextlib.suppress(RuntimeError):
@@ -166,7 +195,10 @@ class Watch:
             self._store.set(str(self._rank), json.dumps(beat))
             if beat.progress != before:
                 before, since = beat.progress, time.monotonic()
-            elif time.monotonic() - since > self._limit and not self._finding.text:
+            elif time.monotonic() - since > self._limit / 2 and not self._finding.text and (
+                    self._world_size <= MOST_RECORDS):
+                self._publish()
+            if time.monotonic() - since > self._limit and not self._finding.text:
                 self._ask()
                 since = time.monotonic()
                 if self._finding.text:
@@ -206,13 +238,31 @@ class Watch:
             return Finding(text, tuple(ranks))
         before = self._beats()
         time.sleep(2.5 * self._beat_seconds)
-        finding = find(before, self._beats(), self._limit)
+        after = self._beats()
+        finding = refined(find(before, after, self._limit), *self._records(after))
         self._answers.set(f"finding/{turn}", json.dumps(finding))
         if not finding.text:
             self._answers.add("turn", 1)
         elif self._on_hang is not None:
             self._on_hang(finding.text)
         return finding
+
+    def _records(self, beats: dict[int, Beat | None]) -> tuple[dict[int, RankRecord], dict[str, tuple[int, ...]]]:
+        """Return the records of the ranks that still stand where they published one, and the ranks of each group.
+
+        Args:
+            beats: newest beat of each rank.
+        """
+        records: dict[int, RankRecord] = {}
+        members: dict[str, tuple[int, ...]] = {}
+        for rank, beat in beats.items():
+            if beat is None or not self._answers.check([f"record/{rank}"]):
+                continue
+            then, groups, text = json.loads(self._answers.get(f"record/{rank}"))
+            if Beat(*then).progress == beat.progress:
+                records[rank] = RankRecord.from_json(text)
+                members |= {label: tuple(ranks) for label, ranks in groups.items()}
+        return records, members
 
     def _beats(self) -> dict[int, Beat | None]:
         """Return the newest beat of each rank, None for a rank without one."""
@@ -254,6 +304,35 @@ def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds:
         waiters = f"rank {waiting[0]} has" if len(waiting) == 1 else f"{len(waiting)} ranks have"
         lines.append(f"{waiters} waited {seconds:g} s at {_position(alive[waiting[0]])}")
     return Finding("; ".join(lines), (*silent, *behind))
+
+
+def refined(finding: Finding, records: Mapping[int, RankRecord], members: Mapping[str, tuple[int, ...]]) -> Finding:
+    """Return a finding with the ranks that started the hang, if the ranks' records tell.
+
+    Args:
+        finding: from the beats.
+        records: of the ranks that published one; without all of them, only the beats count.
+        members: ranks of each group.
+    """
+    everyone = set().union(*members.values()) if members else set()
+    if not everyone or set(records) != everyone:
+        return finding
+    blamed = blame(records, members, {label: label.partition("@")[0] for label in members})
+    if not blamed.ranks or (not finding.text and blamed.fault is not Fault.MISMATCH):
+        return finding
+    if set(blamed.ranks) != set(finding.ranks):  # the beats name ranks that only wait
+        return Finding(blamed.text, blamed.ranks)
+    return Finding(f"{finding.text}; {blamed.text}", blamed.ranks)
+
+
+def _labelled(groups: Sequence[Any]) -> dict[str, Any]:
+    """Return the groups by a label that their ranks share: the kind of the group, and its first rank."""
+    return {f"{_kind(place)}@{dist.get_process_group_ranks(group)[0]}": group for place, group in enumerate(groups)}
+
+
+def _kind(place: int) -> str:
+    """Return the kind of a group from its place among those that a rank watches."""
+    return f"group {place}" if place else "all ranks"
 
 
 def _behind(beats: dict[int, Beat]) -> list[int]:
