@@ -248,7 +248,7 @@ class Loop:
             progress.tokens += result.tokens
             progress.loss = result.loss if math.isfinite(result.loss) else progress.loss
             self._recording.step(result, digest, time.time() - self._began, self._waited,
-                                 learning_rate=pending.learning_rate)
+                                 learning_rate=pending.learning_rate, gradient_bytes=pending.started.gradient_bytes)
             training.timeline.spent(spent)  # recording is part of the step, not of the next wait
             self._after(step, result.asked)
         training.watch.started()

@@ -31,7 +31,7 @@ from tidewheel.train.rates import Rates
 from tidewheel.train.record import RunRecord
 from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
-from tidewheel.train.runtime import AVERAGE, Runtime, read_again
+from tidewheel.train.runtime import AVERAGE, COMPRESSION, Runtime, read_again
 from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Category, Timeline
 
@@ -125,9 +125,9 @@ class Training:
         return [domain.name for domain in self.source.domains] if self.config.metrics.loss_by_source else []
 
     def state(self) -> dict[str, Any]:
-        """Return the tensors of the model, the optimizer and the averages."""
-        averages = self.averages.state()
-        return {**training_state(self.model, self.optimizer), **({AVERAGE: averages} if averages else {})}
+        """Return the tensors of the model, the optimizer, the averages and the compression of gradients."""
+        others = {AVERAGE: self.averages.state(), COMPRESSION: self.model.compression_state()}
+        return {**training_state(self.model, self.optimizer), **{name: held for name, held in others.items() if held}}
 
     def event(self, kind: str, **detail: Any) -> None:
         """Record an event of the run, on rank 0."""

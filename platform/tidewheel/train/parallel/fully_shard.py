@@ -89,6 +89,7 @@ class FullyShard(SingleProcess):
                  order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None,
                  experts: ShardedExperts | None = None) -> None:
         super().__init__(part)
+        self.traffic = None
         self._reduce_always, self._order = reduce_always, order
         self._is_prepared = False
         self._in_fp8 = fp8.gathers_in_fp8(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -289,6 +289,26 @@ class ParallelModel:
             data.refresh()
         if self.pipeline is not None:
             self.pipeline.refresh()
+
+    def keep_unsent(self, skip: torch.Tensor | None) -> None:
+        """Keep what compression has not sent for the next step, unless this step's update is withheld.
+
+        Args:
+            skip: scalar on the device; not zero: withheld. None: it never is.
+        """
+        for data in self.data:
+            if data.coded is not None:
+                data.coded.keep(skip)
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return the tensors of a checkpoint that compression keeps; {} without compression."""
+        return next((data.coded.state() for data in self.data if data.coded is not None), {})
+
+    def gradient_bytes(self) -> int | None:
+        """Return the bytes of gradients that this rank has sent since the last call; None if FSDP2 sends them."""
+        if any(data.traffic is None for data in self.data):
+            return None
+        return sum(data.traffic.take() for data in self.data if data.traffic is not None)
 
     def reshard(self) -> None:
         """Free the parameters that an evaluation has gathered."""
