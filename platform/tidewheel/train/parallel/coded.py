@@ -29,7 +29,7 @@ from tidewheel.train.parallel.wire import Answer, Wire
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 RESIDUAL = "residual"
-"""Group of a checkpoint's tensors that hold residuals, [slots, elements] each."""
+"""Folder of a checkpoint's tensors that hold residuals, [slots, elements] each (`runtime.SUMMED`)."""
 
 
 class Coded:
@@ -69,15 +69,15 @@ class Coded:
         """Return whether a parameter's gradient is compressed."""
         return parameter in self._tensors
 
-    def state(self) -> dict[str, Any]:
-        """Return the tensors of a checkpoint, which share the memory: {"count", "residual": {name: ...}, ...}."""
-        groups: dict[str, Any] = {"count": self._count}
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint, which share the memory: {"count", "residual/NAME", ...}."""
+        tensors = {"count": self._count}
         for coded in self._tensors.values():
             if coded.residual is not None:
-                groups.setdefault(RESIDUAL, {})[coded.name] = self._placed(coded.residual)
-            for name, value in coded.state.items():
-                groups.setdefault(name, {})[coded.name] = value
-        return groups
+                tensors[f"{RESIDUAL}/{coded.name}"] = self._placed(coded.residual)
+            for kept, value in coded.state.items():
+                tensors[f"{kept}/{coded.name}"] = value
+        return tensors
 
     def _placed(self, residual: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:

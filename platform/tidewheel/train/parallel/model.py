@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -300,7 +300,7 @@ class ParallelModel:
             if data.coded is not None:
                 data.coded.keep(skip)
 
-    def compression_state(self) -> dict[str, Any]:
+    def compression_state(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a checkpoint that compression keeps; {} without compression."""
         return next((data.coded.state() for data in self.data if data.coded is not None), {})
 
