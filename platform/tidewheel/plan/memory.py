@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from tidewheel.plan.activations import average_kept, kept_per_token, share_recomputed
 from tidewheel.plan.adapters import with_adapter
+from tidewheel.plan.compressed import kept
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 from tidewheel.plan.offload import offloads
@@ -99,7 +100,7 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     else:
         ranks = layout.data * parallel.context
         rows = whole / ranks if parallel.data == "zero1" else whole
-        parameters, gradients = whole * weight, whole * GRADIENT_BYTES
+        parameters, gradients = whole * weight, whole * GRADIENT_BYTES + kept(job, layout, parts)
         optimizer = rows * (job.optimizer_bytes - job.paged_bytes)
         copies = _casts(job, layout, share, block)
         # buckets of the all-reduce, all kept until the last one returns
