@@ -64,7 +64,8 @@ def configured(name: str, seed: int, folder: Path, steps: int) -> TrainConfig:
     changes: dict[str, Any] = {
         "run": {"id": f"{name.replace(' %', '').replace(OFF, '-off').replace(' ', '-')}-{seed}",
                 "uri": str(folder / f"runs-{steps}")},
-        "batch": {"global_sequences": 4, "micro_sequences": 2, "virtual_ranks": 2}, "parallel": {"data": "ddp"}, "evaluation": {"sequences": 100, "sample_tokens": 0},
+        "batch": {"global_sequences": 4, "micro_sequences": 2, "virtual_ranks": 2}, "parallel": {"data": "ddp"},
+        "evaluation": {"sequences": 100, "sample_tokens": 0},
         "elastic": {"min_workers": 1, "max_workers": 2, "cpus_per_worker": 1}}
     if method is not None:
         changes["compression"] = {**method, "error_feedback": not name.endswith(OFF)}

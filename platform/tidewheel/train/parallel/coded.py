@@ -1,7 +1,7 @@
 """Sum compressed gradients: residuals, slots, and the rounds of messages of each bucket.
 
-A slot sends one compressed gradient a step. Outside reproducible mode that is a rank's gradient. In reproducible mode it
-is that of a virtual rank, so what is compressed does not depend on the number of ranks.
+A slot sends one compressed gradient a step. Outside reproducible mode that is a rank's gradient. In reproducible mode
+it is that of a virtual rank, so what is compressed does not depend on the number of ranks.
 
     values = gradient + residual            # of each slot
     total  = Compression.sum(values)        # leaves in `values` what was not sent

@@ -19,8 +19,8 @@ def reason_against(config: TrainConfig) -> str | None:
         return None
     what = f"compression {name_of(type(part))}"
     if parallel.fully_sharded:
-        return (f"{what} sends whole gradients in pieces of its own, but data {parallel.data} leaves their sum to FSDP2, "
-                f"which reduces uncompressed shards; {LAST}: parallel.data zero1, or ddp")
+        return (f"{what} sums whole gradients, but data {parallel.data} leaves that to FSDP2, which reduces them "
+                f"uncompressed; {LAST}: parallel.data zero1, or ddp")
     for name in ("tensor", "pipeline", "context"):
         if getattr(parallel, name) > 1:
             return (f"{what} has been shown for workers with whole gradients only, and parallel.{name} "
@@ -29,8 +29,8 @@ def reason_against(config: TrainConfig) -> str | None:
         return (f"{what} keeps what it has not sent for later steps, but the loss scale of precision fp16 changes from "
                 f"step to step; {LAST}: precision bf16")
     if config.guards.recomputation is not None:
-        return (f"{what} with guards.recomputation, whose second pass would send a step's gradient twice; {LAST}: leave "
-                "guards.recomputation out")
+        return (f"{what} with guards.recomputation, whose second pass would send a step's gradient twice; {LAST}: "
+                "leave guards.recomputation out")
     if config.reproducible and part.NOT_REPRODUCIBLE:
         return f"reproducible, but {what} {part.NOT_REPRODUCIBLE}; {LAST}: reproducible false"
     return None

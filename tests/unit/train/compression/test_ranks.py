@@ -28,10 +28,10 @@ from tidewheel.train.parallel.coded import Coded
 from tidewheel.train.parallel.traffic import Traffic
 from tidewheel.train.runtime import Runtime
 
-STEPS = 3
+STEPS = 2
 KINDS = {"topk": {"density": 0.1}, "randomk": {"density": 0.1}, "quantised": {}, "quantised 4": {"bits": 4},
          "one_bit": {}, "power_sgd": {"rank": 2}, "topk off": {"density": 0.1, "error_feedback": False},
-         "topk late": {"density": 0.1, "warmup_steps": 2, "only": ["blocks.*"]}}
+         "topk late": {"density": 0.1, "warmup_steps": 1, "only": ["blocks.*"]}}
 
 
 def config(name: str, data: str = "ddp", **changes: Any) -> TrainConfig:
@@ -216,7 +216,6 @@ def four(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "four.json").write_text(json.dumps(digests))
     loaded(folder)
-    few_bytes()
 
 
 def test_compressed_gradients_on_several_ranks(tmp_path: Path):
