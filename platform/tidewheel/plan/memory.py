@@ -89,8 +89,8 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
         gradients = GRADIENT_BYTES * (parts.whole_here if waiting else 0.0 if host else rows)
-        # the unit in use and the one being prefetched: two blocks, or the embedding and the first block
-        moving = 0.0 if keeps else (block + max(block, parts.embedding)) * gathered
+        # the unit in use and those being prefetched: blocks, or the embedding and the first blocks
+        moving = 0.0 if keeps else (parallel.prefetch * block + max(block, parts.embedding)) * gathered
         if not waiting:
             block_gradient = GRADIENT_BYTES if weight == 2 else gathered
             moving += block * (block_gradient + layout.reduced_bytes)  # its gradient, and the previous one's in transit

@@ -22,6 +22,7 @@ from tidewheel.train.compile import use_cache
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.guards.hang import Watch
 from tidewheel.train.memory.host import keep_freed_memory
+from tidewheel.train.metrics.waits import Waits, waits_on
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.parallel import ParallelModel, teacher
@@ -56,6 +57,8 @@ class Training:
     progress: Progress
     rates: Rates
     averages: Averages
+    waits: Waits
+    """Measures how long steps wait for other workers."""
     base: dict[str, Any] | None = None
     """Of an adapter's run: URI, hash and vocabulary size of the frozen model, which checkpoints name."""
     teacher: dict[str, Any] | None = None
@@ -95,6 +98,8 @@ class Training:
                              one_shape=config.parallel.pipeline > 1, noise=noise_of(config),
                              by_source=config.metrics.loss_by_source)
         optimizer = build_optimizer(model, config.optimizer)
+        waits = waits_on(device)
+        model.measure(waits)
         return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
                    optimizer=optimizer,
@@ -102,7 +107,7 @@ class Training:
                    record=RunRecord(run.store, runtime.generation, runtime.history),
                    positions=positions, progress=Progress(),
                    rates=Rates(config, source.manifest.sequence_length),
-                   averages=Averages(config, optimizer, model))
+                   averages=Averages(config, optimizer, model), waits=waits)
 
     @property
     def leads(self) -> bool:

@@ -216,7 +216,8 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
     data = FullyShard(
         part, shards, reshard_after_forward=parallel.data == "zero3" or (
             parallel.data == "auto" and _large(config, num_parameters)),
-        reduce_always=reduces_always(config, mesh, num_parameters), offload=parallel.offload, precision=precision,
+        reduce_always=reduces_always(config, mesh, num_parameters), prefetch=parallel.prefetch,
+        offload=parallel.offload, precision=precision,
         **ordered)
     if not isinstance(part, Wrapped):
         part.to_empty(device="cpu" if parallel.offload else device)

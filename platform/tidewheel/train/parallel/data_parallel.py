@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,9 @@ from tidewheel.train.parallel.tensor import complete_gradients
 from tidewheel.train.parallel.traffic import Traffic
 from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
+
+if TYPE_CHECKING:
+    from tidewheel.train.metrics.waits import Waits
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -108,6 +112,9 @@ class SingleProcess:
     def reshard(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered."""
 
+    def measure(self, waits: Waits) -> None:
+        """Measure from now on how long the device waits for collectives."""
+
 
 class Replicated(SingleProcess):
     """Data parallelism with all parameters on every rank. Gradients are all-reduced once per step.
@@ -131,6 +138,7 @@ class Replicated(SingleProcess):
         self._reduce_dtype = reduce_dtype
         self._group = mesh.get_group() if mesh is not None else None
         self._traffic = self.traffic = traffic or Traffic()
+        self._waits: Waits | None = None
         self.coded = coded(trainable(part)) if coded is not None else None
         backwards = [parameter for _, parameter in reversed(trainable(part))]  # the backward pass begins with the last
         self._buckets = _buckets(backwards, bucket_bytes, self._compresses)
@@ -142,6 +150,12 @@ class Replicated(SingleProcess):
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
+
+    def measure(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._waits is None else self._waits.span()
 
     def _compresses(self, parameter: nn.Parameter) -> bool:
         return self.coded is not None and self.coded.takes(parameter)
@@ -204,14 +218,18 @@ class Replicated(SingleProcess):
         sums = iter(self._sums)
         for index, bucket in enumerate(self._buckets):
             if self._compresses(bucket[0]):
-                yield next(totals)
+                with self._waiting():
+                    pieces = next(totals)
+                yield pieces
                 continue
             if self._order is None:
                 flat, work = self._in_flight[index]
                 if work is not None:
-                    work.wait()
+                    with self._waiting():
+                        work.wait()
             else:
-                flat = next(sums).whole()
+                with self._waiting():
+                    flat = next(sums).whole()
             assert flat is not None
             yield list(flat.split([parameter.numel() for parameter in map(local, bucket)]))
 
@@ -268,7 +286,8 @@ class ShardedOptimizer(Replicated):
             sizes = [sum(share[rank].numel() for share in shares) for rank in range(ranks)]
             mine = torch.cat([share[self.mesh.get_local_rank()].reshape(-1) for share in shares])
             gathered = mine.new_empty(ranks, max(sizes)).unbind()
-            dist.all_gather(list(gathered), nn.functional.pad(mine, (0, max(sizes) - len(mine))), group=self._group)
+            with self._waiting():
+                dist.all_gather(list(gathered), nn.functional.pad(mine, (0, max(sizes) - len(mine))), group=self._group)
             for rank, row in enumerate(gathered):
                 targets = [share[rank] for share in shares]
                 pieces = row[:sizes[rank]].split([target.numel() for target in targets])

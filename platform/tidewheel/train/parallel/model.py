@@ -28,6 +28,7 @@ from tidewheel.train.parallel.pipeline import Pipeline
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 if TYPE_CHECKING:
+    from tidewheel.train.metrics.waits import Waits
     from tidewheel.train.step import MicroBatch
 
 
@@ -289,6 +290,11 @@ class ParallelModel:
             data.refresh()
         if self.pipeline is not None:
             self.pipeline.refresh()
+
+    def measure(self, waits: Waits) -> None:
+        """Measure the waits for sums of gradients and for gathered parameters."""
+        for data in self.data:
+            data.measure(waits)
 
     def keep_unsent(self, skip: torch.Tensor | None) -> None:
         """Keep what compression has not sent for the next step, unless this step's update is withheld.
