@@ -48,8 +48,9 @@ def examine(parts: Mapping[str, float], config: Mapping[str, Any], metrics: Sequ
 def _changes(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what may help, the most likely first."""
     parallel = config.get("parallel", {})
-    data, changes = parallel.get("data", "auto"), []
-    own = next((line["own_seconds"] for line in reversed(metrics) if line.get("own_seconds")), [])
+    data = parallel.get("data", "auto")
+    changes: list[str] = []
+    own: list[float] = next((line["own_seconds"] for line in reversed(metrics) if line.get("own_seconds")), [])
     if own and max(own) > UNEVEN * statistics.median_low(own):
         changes.append(f"worker {own.index(max(own))} is slower than the others, which wait for it: see "
                        "elastic.slow_worker")
