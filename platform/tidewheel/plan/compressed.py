@@ -26,7 +26,13 @@ def all_reduced(job: Job, layout: Layout, held: Held) -> float:
 
 
 def kept(job: Job, layout: Layout, held: Held) -> float:
-    """Return the bytes of residuals, and of the new ones that a step makes beside them."""
+    """Return the bytes of residuals, and of the new ones that a step makes beside them.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        held: parameters of the rank's part of the model.
+    """
     part = job.config.compression
     if part is None:
         return 0.0
@@ -34,7 +40,12 @@ def kept(job: Job, layout: Layout, held: Held) -> float:
 
 
 def slots(job: Job, layout: Layout) -> int:
-    """Return how many gradients a rank compresses in a step."""
+    """Return how many gradients a rank compresses in a step.
+
+    Args:
+        job: the run.
+        layout: its layout.
+    """
     return job.config.batch.virtual_ranks // layout.data if job.config.reproducible else 1
 
 

@@ -40,6 +40,13 @@ class Quantised(Compression):
 
 
 def coded_bytes(elements: int, slots: int, bits: int, block: int) -> float:
-    """Return the bytes of a slot's piece: codes and scales."""
+    """Return the bytes of a slot's piece: codes and scales.
+
+    Args:
+        elements: of the tensor.
+        slots: number of pieces.
+        bits: of an element.
+        block: elements that share a scale.
+    """
     piece = math.ceil(elements / slots / 8) * 8
     return piece * bits / 8 + 4 * math.ceil(piece / block)

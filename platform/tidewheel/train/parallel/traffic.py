@@ -30,18 +30,35 @@ class Traffic:
         return round(sent)
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any:
-        """Start to sum a tensor over the ranks, in place, and return what to wait for."""
+        """Start to sum a tensor over the ranks, in place, and return what to wait for.
+
+        Args:
+            tensor: of the same shape on all ranks.
+            group: process group.
+        """
         size = dist.get_world_size(group)
         self.sent += 2 * (size - 1) / size * tensor.nbytes
         return dist.all_reduce(tensor, group=group, async_op=True)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
-        """Start to gather `own` of all ranks into `whole`, and return what to wait for."""
+        """Start to gather tensors of all ranks, and return what to wait for.
+
+        Args:
+            whole: receives them, in the order of the ranks.
+            own: of this rank.
+            group: process group.
+        """
         self.sent += (dist.get_world_size(group) - 1) * own.nbytes
         return _all_gather(whole, own, group=group, async_op=True)
 
     def all_to_all(self, received: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
-        """Start to exchange equal pieces, the n-th of which goes to rank n, and return what to wait for."""
+        """Start to exchange equal pieces, and return what to wait for.
+
+        Args:
+            received: receives the pieces for this rank, in the order of the ranks.
+            own: the n-th piece goes to rank n.
+            group: process group.
+        """
         size = dist.get_world_size(group)
         self.sent += (size - 1) / size * own.nbytes
         return dist.all_to_all_single(received, own, group=group, async_op=True)

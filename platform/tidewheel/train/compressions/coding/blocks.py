@@ -48,7 +48,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Rounded(Code):
     """Integers of `bits` bits, rounded at random between the two nearest."""
 
     bits: int
@@ -76,7 +76,7 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Signs:
+class Signs(Code):
     """Signs, times the mean absolute value of the block."""
 
     block: int
@@ -98,6 +98,11 @@ def summed(values: torch.Tensor, at: At, code: Code) -> Exchange:
     """Sum the gradients of all slots: each slot adds up a piece of all of them, and sends the sum, both coded.
 
     What the sum loses stays with the slot that added it up. See `Compression.sum`.
+
+    Args:
+        values: of the own slots.
+        at: which gradient, and when.
+        code: of the elements.
     """
     (own, count), slots = values.shape, at.all_slots
     piece = -(-count // (8 * slots)) * 8  # bits fill whole bytes

@@ -9,13 +9,27 @@ from tidewheel.train.compressions.coding.counter import uniform
 
 
 def start(name: str, columns: int, rank: int, seed: int) -> torch.Tensor:
-    """Return the first right factor, fp32 [columns, rank] on the CPU: random, the same on every worker."""
+    """Return the first right factor, fp32 [columns, rank] on the CPU: random, the same on every worker.
+
+    Args:
+        name: of the parameter.
+        columns: of its matrix.
+        rank: of the approximation.
+        seed: of the run.
+    """
     at = At(name, (columns, rank), 0, seed, range(1), 1)
     return uniform(at, "factor", range(1), columns * rank, torch.device("cpu")).view(columns, rank).sub_(0.5)
 
 
 def summed(values: torch.Tensor, at: At, rows: int, columns: int) -> Exchange:
-    """Sum the gradients of all slots; see `Compression.sum`."""
+    """Sum the gradients of all slots; see `Compression.sum`.
+
+    Args:
+        values: of the own slots.
+        at: which gradient, and when.
+        rows: of the matrix.
+        columns: of the matrix.
+    """
     matrices = values.view(-1, rows, columns)
     left = yield Sum(_products(matrices, at.state["factor"]))
     left = torch.linalg.qr(left).Q

@@ -9,7 +9,12 @@ from tidewheel.train.compressions.coding.counter import uniform
 
 
 def largest(values: torch.Tensor, kept: int) -> Exchange:
-    """Sum the `kept` elements of each slot that are largest in absolute value; see `Compression.sum`."""
+    """Sum the elements of each slot that are largest in absolute value; see `Compression.sum`.
+
+    Args:
+        values: of the own slots.
+        kept: number of elements.
+    """
     own = values.abs().topk(kept, dim=1, sorted=False).indices  # not a number counts as the largest
     picked = values.gather(1, own)
     values.scatter_(1, own, 0.0)
@@ -21,7 +26,13 @@ def largest(values: torch.Tensor, kept: int) -> Exchange:
 
 
 def random(values: torch.Tensor, kept: int, at: At) -> Exchange:
-    """Sum `kept` elements that are the same in all slots: one of each of `kept` pieces; see `Compression.sum`."""
+    """Sum random elements that are the same in all slots: one of each of `kept` pieces; see `Compression.sum`.
+
+    Args:
+        values: of the own slots.
+        kept: number of elements.
+        at: which gradient, and when.
+    """
     count, device = values.shape[1], values.device
     bounds = torch.arange(kept + 1, device=device) * count // kept
     offsets = uniform(at, "elements", range(1), kept, device)[0] * (bounds[1:] - bounds[:-1])
