@@ -143,3 +143,39 @@ def test_low_rank_sums_are_exact_when_the_sum_has_that_rank():
 def test_bytes_shrink_as_much_as_the_method_promises(kind, settings, share):
     sent = part_of(kind, settings).sent_bytes((256, 256), 2)
     assert sent / (4 * 256 * 256) <= share
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("topk", {"density": 0.05}), ("randomk", {"density": 0.05}), ("power_sgd", {"rank": 1})])
+def test_descent_comes_nearer_to_the_optimum_with_error_feedback(kind, settings):
+    """Four workers minimise |w - target|^2, each with its target: gradients cancel at the optimum, and are not 0."""
+    part, shape = part_of(kind, settings), (16, 32)
+    targets = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)) + torch.linspace(-2, 2, 4)[:, None]
+    optimum = targets.mean(dim=0)
+
+    def distance(feedback: bool) -> float:
+        value, left, state = torch.zeros(512), torch.zeros(4, 512), None
+        for count in range(200):
+            total, left, ats = summed(part, value - targets + left * feedback, shape, count=count, state=state)
+            state = [{**at.state, **at.new} for at in ats]
+            value = value - 0.02 * total / 4
+        return float((value - optimum).norm() / optimum.norm())
+
+    nearer = distance(True)
+    assert nearer < 0.3
+    assert nearer < 0.5 * distance(False)
+
+
+def test_signs_alone_go_the_wrong_way_and_with_error_feedback_the_right_one():
+    """A gradient that is 4 in one step of four and else -1 is 1/4 on average (arXiv:1901.09847, section 3)."""
+    part, steps = part_of("one_bit", {"block": 16}), 200
+    sums = {}
+    for feedback in (True, False):
+        left, sent = torch.zeros(1, 64), torch.zeros(64)
+        for step in range(steps):
+            gradient = torch.where((torch.arange(64) + step) % 4 == 0, 4.0, -1.0)
+            total, left, _ = summed(part, gradient + left * feedback, (64,), count=step)
+            sent += total / steps
+        sums[feedback] = sent
+    assert (sums[True] - 0.25).abs().max() < 0.1
+    assert sums[False].max() < -0.5
