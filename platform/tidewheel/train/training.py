@@ -98,7 +98,7 @@ class Training:
                              one_shape=config.parallel.pipeline > 1, noise=noise_of(config),
                              by_source=config.metrics.loss_by_source)
         optimizer = build_optimizer(model, config.optimizer)
-        waits = waits_on(device)
+        waits = waits_on(device, runtime.world_size)
         model.measure(waits)
         return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,

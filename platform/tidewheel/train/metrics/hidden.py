@@ -61,7 +61,8 @@ def _changes(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) ->
     if data in ("ddp", "zero1"):
         if not config.get("compression"):
             changes.append("compress gradients (compression, docs/compression.md)")
-        changes.append("start to send earlier with smaller parallel.bucket_bytes")
+        if not config.get("reproducible"):  # which sums after the last backward pass
+            changes.append("start to send earlier with smaller parallel.bucket_bytes")
     else:
         changes.append("gather parameters once a step if they fit (parallel.data zero2), or further ahead "
                        "(parallel.prefetch 2)")

@@ -2,7 +2,8 @@
 
 On CPU it is the time of the step in which the training thread sleeps: gloo blocks the thread that waits for it. On a
 GPU it is the time of the compute stream between two events, around the points at which it waits for a collective. A
-rank that is faster than the others waits for them, and that counts too.
+rank that is faster than the others waits for them, and that counts too. So does, on CPU, the training thread's wait for
+the other threads of its own process, if a worker computes with several.
 """
 
 from __future__ import annotations
@@ -101,8 +102,15 @@ class DeviceWaits(Waits):
         self._spans = []
 
 
-def waits_on(device: torch.device) -> Waits:
-    """Return what measures waits on a device."""
+def waits_on(device: torch.device, workers: int) -> Waits:
+    """Return what measures waits on a device.
+
+    Args:
+        device: that computes.
+        workers: number of workers. A single one waits for no other.
+    """
+    if workers == 1:
+        return Waits()
     return DeviceWaits() if device.type == "cuda" else ThreadWaits()
 
 

@@ -18,7 +18,7 @@ from tidewheel.cluster.doctor.run import run as diagnose
 from tidewheel.errors import ConfigError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.train.metrics.hidden import LIMIT, examine
-from tidewheel.train.metrics.waits import DeviceWaits, ThreadWaits, measured
+from tidewheel.train.metrics.waits import DeviceWaits, ThreadWaits, Waits, measured, waits_on
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.time_ledger import summarise
 from tidewheel.train.timeline import Timeline
@@ -41,6 +41,12 @@ def test_sleep_in_a_step_is_a_wait_and_work_is_not():
     waits.end()
     assert waits.take() < 0.1, "neither work nor the wait for a CPU"
     waits.close()
+
+
+def test_a_single_worker_waits_for_nobody():
+    assert type(waits_on(torch.device("cpu"), 1)) is Waits
+    assert isinstance(waits_on(torch.device("cpu"), 2), ThreadWaits)
+    assert isinstance(waits_on(torch.device("cuda"), 2), DeviceWaits)
 
 
 def a_late_rank() -> None:
