@@ -64,10 +64,11 @@ def _changes(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) ->
         if not config.get("reproducible"):  # which sums after the last backward pass
             changes.append("start to send earlier with smaller parallel.bucket_bytes")
     else:
-        changes.append("gather parameters once a step if they fit (parallel.data zero2), or further ahead "
-                       "(parallel.prefetch 2)")
-        if parallel.get("reduce") != "step":
-            changes.append("reduce gradients once a step (parallel.reduce step)")
+        if data != "zero2":
+            changes.append("gather parameters once a step if they fit (parallel.data zero2)")
+        changes.append("gather parameters further ahead (parallel.prefetch 2)")
+        if parallel.get("reduce") == "micro_batch" or (data == "zero3" and parallel.get("reduce") != "step"):
+            changes.append("reduce gradients once a step if they fit (parallel.reduce step)")
     if parallel.get("reduce_dtype", "fp32") == "fp32" and not config.get("reproducible"):
         changes.append("send gradients in 16 bits (parallel.reduce_dtype bf16)")
     return [*changes, "compute more between two sums with a larger batch, or take fewer workers"]
