@@ -45,9 +45,10 @@ if TYPE_CHECKING:
     from tidewheel.rewards.scoring.process import RewardProcess
     from tidewheel.storage import Store
     from tidewheel.stores import Storage
-    from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
+    from tidewheel.train import callbacks, compressions, objectives, optimizers, schedules, trackers
     from tidewheel.train.average import Average
     from tidewheel.train.callback import Callback, Step, Worker
+    from tidewheel.train.compression import At, Compression, Exchange, Gather, Sum, Swap
     from tidewheel.train.metrics.sinks import Record
     from tidewheel.train.metrics.tracker import TrackedRun, Tracker
     from tidewheel.train.objective import Objective, Outputs, Sums
@@ -112,6 +113,12 @@ _HOMES = {
     "Sums": "tidewheel.train.objective",
     "Optimizer": "tidewheel.train.optim.base",
     "Schedule": "tidewheel.train.optim.schedule",
+    "At": "tidewheel.train.compression",
+    "Compression": "tidewheel.train.compression",
+    "Exchange": "tidewheel.train.compression",
+    "Gather": "tidewheel.train.compression",
+    "Sum": "tidewheel.train.compression",
+    "Swap": "tidewheel.train.compression",
     "Callback": "tidewheel.train.callback",
     "Step": "tidewheel.train.callback",
     "Worker": "tidewheel.train.callback",
@@ -123,6 +130,7 @@ _HOMES = {
 _MODULES = {
     "adapters": "tidewheel.models.adapters",
     "callbacks": "tidewheel.train.callbacks",
+    "compressions": "tidewheel.train.compressions",
     "engines": "tidewheel.engines",
     "environments": "tidewheel.environments",
     "filters": "tidewheel.filters",
@@ -134,13 +142,14 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Adapter", "Average", "Batch", "Call", "Callback", "Completion", "Cut", "Document", "Engine", "EngineLost",
-           "EngineUse", "Environment", "Evaluate", "Export", "Failure", "FeedForwardShape", "FileHead", "FileMatch",
-           "Filter", "LayerCosts", "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "OwnModule",
-           "Pipeline", "Prefix", "ProcessEngine", "Reader", "Record", "Reference", "Reply", "Reward", "RewardProcess",
-           "Rope", "RunningEngine", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "Step", "Storage",
-           "Store", "Sums", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts",
-           "Weights", "Worker", "Workflow", "adapters", "callbacks", "engines", "environments", "filters", "models",
+__all__ = ["Adapter", "At", "Average", "Batch", "Call", "Callback", "Completion", "Compression", "Cut", "Document",
+           "Engine", "EngineLost", "EngineUse", "Environment", "Evaluate", "Exchange", "Export", "Failure",
+           "FeedForwardShape", "FileHead", "FileMatch", "Filter", "Gather", "LayerCosts", "Limits", "MicroBatch",
+           "Model", "Objective", "Optimizer", "Outputs", "OwnModule", "Pipeline", "Prefix", "ProcessEngine", "Reader",
+           "Record", "Reference", "Reply", "Reward", "RewardProcess", "Rope", "RunningEngine", "Sample", "ScalingLaw",
+           "Schedule", "Scores", "SimilarityIndex", "Step", "Storage", "Store", "Sum", "Sums", "Swap", "Task",
+           "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Weights", "Worker",
+           "Workflow", "adapters", "callbacks", "compressions", "engines", "environments", "filters", "models",
            "objectives", "optimizers", "rewards", "schedules", "sweep", "trackers"]
 
 

@@ -218,16 +218,18 @@ def doctor(
     storage: Annotated[str | None, Parameter(help="Also test this URI: put, list, conditional put, multipart, delete, "
                                                   "and measure the speed.")] = None,
     address: Annotated[str | None, Parameter(help="Check every node of this Ray cluster: auto or host:port.")] = None,
+    run: Annotated[str | None, Parameter(help="Check only what the steps of a run wait for: its folder.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Check this machine, or every node of a cluster, and say how to fix what is wrong.
+    """Check this machine, every node of a cluster, or a run, and say how to fix what is wrong.
 
     Exit code 2 if a check fails.
     """
     from tidewheel.cluster.doctor import diagnose
+    from tidewheel.cluster.doctor.run import run as diagnose_run
 
-    if address is None:
-        checks = diagnose(storage)
+    if run is not None or address is None:
+        checks = diagnose(storage) if run is None else diagnose_run(run)
         rows: list[dict[str, str]] = [vars(check) for check in checks]
         _show_checks(rows) if not as_json else print(json.dumps(rows, indent=2))
     else:

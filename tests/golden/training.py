@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.compressed import summed
 from tidewheel.config import build
 from tidewheel.models import adapters, families
 from tidewheel.models.decoder import Decoder, next_tokens
@@ -23,7 +24,7 @@ from tidewheel.models.initial_values import init_parameter
 from tidewheel.models.loss import IGNORED, TokenLoss
 from tidewheel.parts import Kind, Part, as_json
 from tidewheel.shards.manifest import PARTS, ROLLOUTS
-from tidewheel.train import objectives, optimizers, parallel, schedules
+from tidewheel.train import compressions, objectives, optimizers, parallel, schedules
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.objective import TopK
 from tidewheel.train.runtime import Runtime
@@ -33,10 +34,12 @@ Rows = dict[str, list[float]]
 """{name of the row: numbers}."""
 RECORDED = Path(__file__).with_name("training.json")
 KINDS: tuple[Kind[Any], ...] = (optimizers.KIND, schedules.KIND, objectives.KIND, families.KIND,
-                                adapters.KIND)
+                                adapters.KIND, compressions.KIND)
 FIELDS = {optimizers.KIND.noun: "optimizer", schedules.KIND.noun: "schedule", objectives.KIND.noun: "objective",
-          families.KIND.noun: "model", adapters.KIND.noun: "adapter"}
+          families.KIND.noun: "model", adapters.KIND.noun: "adapter", compressions.KIND.noun: "compression"}
 """Field of `TrainConfig` by the kind of part that it holds."""
+BESIDE: dict[str, dict[str, Any]] = {compressions.KIND.noun: {"parallel": {"data": "ddp"}}}
+"""Settings without which a configuration refuses parts of a kind."""
 SMOOTH = {"label_smoothing": 0.1}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "schedule wsd": [{}, {"decay_form": "linear", "decay_fraction": 0.5}],
@@ -58,6 +61,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
                        {"mask_ratio": 1.3, "temperature": 0.7}],
     "objective ppo": [{}, {"correction": "masked", "correction_level": "sequence"},
                       {"value_clip": 0.0, "reference_weight": 0.1, "correction": "truncated", "correction_bound": 1.2}],
+    "compression quantised": [{}, {"bits": 4, "block": 32}],
+    "compression power_sgd": [{"rank": 2}],
+    "compression topk": [{"density": 0.1}],
+    "compression randomk": [{"density": 0.1}],
     "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
     "adapter lora": [{"b_rate": 16.0}, {"rank_stabilized": True, "targets": ["embedding", "wq"]}, {"start": "pissa"},
                      {"base": "nf4", "ranks": {"wq": 2}, "alphas": {"w2": 4.0}}],
@@ -116,7 +123,7 @@ def run(case: str) -> Case:
         outputs = COMPUTE[noun](kind.build(name, {**SMALL.get(noun, {}), **settings}))
         rows |= {f"{index} {row}": numbers for row, numbers in outputs.items()}
     shown = {**as_json(part), **({"presets": dict(part.PRESETS)} if noun == families.KIND.noun else {})}
-    recipe = build(TrainConfig, {FIELDS[noun]: {"kind": name}}).recipe_hash()
+    recipe = build(TrainConfig, {**BESIDE.get(noun, {}), FIELDS[noun]: {"kind": name}}).recipe_hash()
     return Case(part.VERSION.numbers(), json.loads(json.dumps(shown)), rows, recipe, TOLERANCES.get(case, TOLERANCE))
 
 
@@ -287,7 +294,21 @@ def _adapter(part: Any) -> Rows:
     return rows
 
 
+def _compression(part: Any) -> Rows:
+    """Return the sum of three slots' gradients in two steps, and what is left of them."""
+    shape = (24, 40)
+    values = _waves((3, 960), 0.37, 1).sin().float() * (1 + _waves((3, 960), 0.01, 0).cos().float())
+    rows: Rows = {}
+    state = None
+    for count in range(2):
+        total, values, ats = summed(part, values, shape, count=count, state=state)
+        state = [{**at.state, **at.new} for at in ats]
+        rows |= {f"{count} sum": total[::13].tolist(), f"{count} left": values[:, ::37].flatten().tolist()}
+    return rows
+
+
 SMALL: dict[str, dict[str, Any]] = {
+    compressions.KIND.noun: {},
     adapters.KIND.noun: {},
     families.KIND.noun: {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_sequence_length": 64},
     schedules.KIND.noun: {},
@@ -296,6 +317,7 @@ SMALL: dict[str, dict[str, Any]] = {
 COMPUTE: dict[str, Callable[[Part], Rows]] = {
     optimizers.KIND.noun: _optimizer, schedules.KIND.noun: _schedule, objectives.KIND.noun: _objective,
     families.KIND.noun: _model, adapters.KIND.noun: _adapter,
+    compressions.KIND.noun: _compression,
 }
 
 

@@ -24,13 +24,13 @@ from tidewheel.errors import ConfigError
 from tidewheel.models import adapters, families
 from tidewheel.parts import Kind, Part
 from tidewheel.storage import LocalStore, store
-from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
+from tidewheel.train import callbacks, compressions, objectives, optimizers, schedules, trackers
 from tidewheel.train.config import TrainConfig
 
 PACKAGE = Path(tidewheel.__file__).parent
 KINDS: list[Kind[Any]] = [FILTERS, READERS, optimizers.KIND, schedules.KIND, families.KIND, objectives.KIND,
                           callbacks.KIND, trackers.KIND, rewards.KIND, stores.SCHEMES, adapters.KIND,
-                          environments.KIND, engines.KIND]
+                          environments.KIND, engines.KIND, compressions.KIND]
 COMMON_WORDS = {"constant", "linear", "regex", "urls", "language", "words", "classifier", "code", "csv", "json",
                 "jsonl", "text", "tsv", "arrow", "parquet", "warc", "file"}
 """Built-in names that also mean something else. `test_layout.py` has narrower rules for filters and readers."""
@@ -180,6 +180,10 @@ class MyEnvironment(tw.Environment):
 
 class MyEngine(tw.Engine):
     size: int = 1
+
+
+class MyCompression(tw.Compression):
+    size: int = 1
 '''
 NAME = "tw_test_ten_kinds"
 
@@ -228,6 +232,8 @@ CHOICES: dict[str, tuple[type[Any], str, Callable[[str, dict[str, Any]], Any], C
                   lambda part: trained({"objective": part})),
     "adapter": (TrainConfig, "adapter", lambda name, settings: {"kind": name, **settings},
                 lambda part: trained({"adapter": part})),
+    "compression": (TrainConfig, "compression", lambda name, settings: {"kind": name, **settings},
+                    lambda part: trained({"compression": part, "parallel": {"data": "ddp"}})),
     "callback": (TrainConfig, "callbacks", lambda name, settings: [{"kind": name, **settings}],
                  lambda part: trained({"callbacks": [part]})),
     "tracker": (TrainConfig, "metrics.trackers", lambda name, settings: [{"kind": name, **settings}],
@@ -239,7 +245,7 @@ CHOICES: dict[str, tuple[type[Any], str, Callable[[str, dict[str, Any]], Any], C
 }
 BUILT_IN = {"optimizer": ("lion", {"learning_rate": 1e-4}), "schedule": ("wsd", {"warmup_steps": 3}),
             "model family": ("llama", {"num_layers": 3}), "objective": ("next_token", {"z_loss": 1e-4}),
-            "adapter": ("lora", {"rank": 3}),
+            "adapter": ("lora", {"rank": 3}), "compression": ("topk", {"density": 0.3}),
             "callback": ("log_progress", {"every_seconds": 3.0}), "tracker": ("prometheus", {}),
             "filter": ("gopher_quality", {"min_words": 3}), "reader": ("csv", {})}
 
@@ -260,7 +266,7 @@ def test_a_part_is_chosen_in_yaml_by_set_and_in_python(noun: str, named_by: str,
     name, settings = {"built-in name": BUILT_IN[noun], "module:Class": (f"{installed}:{own.__name__}", {"size": 2}),
                       "entry point": ("installed", {"size": 2})}[named_by]
     config, keys, write, compose = CHOICES[noun]
-    around = RECIPE if config is PipelineConfig else {"data": {"uri": "shards"}}
+    around = RECIPE if config is PipelineConfig else {"data": {"uri": "shards"}, "parallel": {"data": "ddp"}}
     in_yaml = around
     for key in reversed(keys.split(".")):
         in_yaml = {key: in_yaml if in_yaml is not around else write(name, settings)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tidewheel import storage
+from tidewheel.checkpoint.folding import Folding
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest
 from tidewheel.checkpoint.peers import Peers, RankError
 from tidewheel.checkpoint.reading import read_tensors
@@ -177,7 +178,8 @@ def _manifest(store: Store, peers: Peers, name: str) -> CheckpointManifest:
 def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
           convert: bool = False) -> None:
     where = store.at(name)
-    flat = without_absent(flat, manifest.tensors)
+    folding = Folding(without_absent(flat, manifest.tensors), manifest.tensors)
+    flat = folding.tensors
     misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
     if misfits:
         raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
@@ -193,6 +195,7 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
     except RankError as error:
         raise CheckpointError(f"cannot be read: {reason_of(error)}", where=where,
                               fix="start again; the checkpoint was intact when it was verified") from error
+    folding.add_up()
 
 
 def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], convert: bool) -> list[str]:

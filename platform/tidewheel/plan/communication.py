@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tidewheel.plan.activations import repeated_keys, share_recomputed
+from tidewheel.plan.compressed import all_reduced
 from tidewheel.plan.experts import EXCHANGING, expert_links, rows_bytes
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.held import Held
@@ -188,7 +189,7 @@ def data_axis(job: Job, layout: Layout, held: Held, found: dict[str, Group], for
     p, number = layout.parallel, layout.micro_batches
     if not layout.sharded:
         ranks = found["data"]
-        size = layout.reduced_bytes * held.whole
+        size = all_reduced(job, layout, held)
         grads = ranks.seconds("all_reduce", size)
         # a pipeline's gradients are complete when all of its passes have ended
         exposed = grads if p.pipeline > 1 else max(grads * held.first / held.whole, grads - backward)

@@ -143,6 +143,7 @@ def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator
                     data=kind, replicate=replicate, tensor=mesh.tensor, context=mesh.context, pipeline=mesh.pipeline,
                     pipeline_schedule=schedule, expert=expert, reduce=reduce, reduce_dtype=dtype,
                     context_method=mesh.context_method, offload=offload,
+                    prefetch=job.config.parallel.prefetch,
                     async_tensor=job.config.parallel.async_tensor and mesh.tensor > 1)
                 for micro in MICRO_SEQUENCES:
                     for kept in _kept(job):

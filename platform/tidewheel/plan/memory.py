@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from tidewheel.plan.activations import average_kept, kept_per_token, share_recomputed
 from tidewheel.plan.adapters import with_adapter
+from tidewheel.plan.compressed import kept
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 from tidewheel.plan.offload import offloads
@@ -90,8 +91,8 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
         gradients = GRADIENT_BYTES * (parts.whole_here if waiting else 0.0 if host else rows)
-        # the unit in use and the one being prefetched: two blocks, or the embedding and the first block
-        moving = 0.0 if keeps else (block + max(block, parts.embedding)) * gathered
+        # the unit in use and those being prefetched: blocks, or the embedding and the first blocks
+        moving = 0.0 if keeps else (parallel.prefetch * block + max(block, parts.embedding)) * gathered
         if not waiting:
             block_gradient = GRADIENT_BYTES if weight == 2 else gathered
             moving += block * (block_gradient + layout.reduced_bytes)  # its gradient, and the previous one's in transit
@@ -101,7 +102,7 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     else:
         ranks = layout.data * parallel.context
         rows = whole / ranks if parallel.data == "zero1" else whole
-        parameters, gradients = whole * weight, whole * GRADIENT_BYTES
+        parameters, gradients = whole * weight, whole * GRADIENT_BYTES + kept(job, layout, parts)
         optimizer = rows * (job.optimizer_bytes - job.paged_bytes)
         copies = _casts(job, layout, share, block)
         # buckets of the all-reduce, all kept until the last one returns

@@ -10,7 +10,7 @@ from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import Job, Layout
 from tidewheel.plan.memory import Memory
 from tidewheel.plan.offload import disk_bytes, host_bytes
-from tidewheel.train.parallel import legal
+from tidewheel.train.parallel import compressing, legal
 from tidewheel.train.parallel.config import ParallelConfig
 
 
@@ -80,6 +80,9 @@ def refusals(job: Job, cluster: ClusterConfig, candidates: list[tuple[Layout, Me
 def _against_mesh(job: Job, cluster: ClusterConfig, tensor: int, pipeline: int) -> str:
     mesh = ParallelConfig(tensor=tensor, pipeline=pipeline)
     if reason := legal.shape(mesh, job.model, job.vocabulary_size) or legal.length(mesh, job.sequence_length):
+        return reason
+    replicated = mesh.model_copy(update={"data": "zero1"})
+    if reason := compressing.reason_against(job.config.model_copy(update={"parallel": replicated})):
         return reason
     data, virtual = cluster.gpus // mesh.unit, job.config.batch.virtual_ranks
     if virtual % data:

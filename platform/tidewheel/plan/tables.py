@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tidewheel.console import print_table
+from tidewheel.plan import compressed
 from tidewheel.plan.byte_models import byte_models
 from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import GRADIENT_BYTES, Job
@@ -49,7 +50,8 @@ def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: in
     if vocabulary is None:
         vocabulary = VOCABULARY_SIZE
         notes.append(f"a vocabulary of {vocabulary:,} (--vocabulary-size changes it)")
-    return Job(config, vocabulary, length, teacher=_teacher_of(config, vocabulary, length)), notes
+    job = Job(config, vocabulary, length, teacher=_teacher_of(config, vocabulary, length))
+    return job, [*notes, *compressed.note(job)]
 
 
 def _teacher_of(config: TrainConfig, vocabulary_size: int, sequence_length: int) -> Job | None:

@@ -14,7 +14,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.plan.config import TierConfig
 from tidewheel.plan.recovery import Trace, simulate
 from tidewheel.storage import Store, store
-from tidewheel.train.time_ledger import LedgerSummary, summarise
+from tidewheel.train.time_ledger import COUNTED, LedgerSummary, summarise
 
 RECOVERY = frozenset({"detect_seconds", "restart_seconds"})
 
@@ -92,7 +92,7 @@ def observe(run_store: Store) -> Observed:
     if any(generation.ended_by == "resize" for generation in summary.generations):
         raise ConfigError("the run was resized on purpose; only failures are simulated", where=run_store.uri,
                           fix="compare a run whose number of workers was fixed")
-    starts = [part["start"] for part in summary.records if part["category"] == "productive"]
+    starts = [part["start"] for part in summary.records if part["category"] in COUNTED]
     if not starts:
         raise ConfigError("the run has not done a step", where=run_store.uri, fix="give a run that has")
     start = min(starts)
@@ -101,7 +101,7 @@ def observe(run_store: Store) -> Observed:
     failures, detections = _failures(summary)
     redos = [time for time in failures if time > start]
     done = len(jsonlog.read(run_store, "batches.jsonl"))
-    working = sum(parts.get(name, 0.0) for name in ("productive", "redone", "data_wait"))
+    working = sum(parts.get(name, 0.0) for name in (*COUNTED, "redone", "data_wait"))
     commits = [event["detail"] for event in events if event["kind"] == "commit"]
     saves = [event["detail"]["step"] for event in events if event["kind"] == "save"]
     uploads = [max(0.0, commit["seconds"] - commit["stall_seconds"]) for commit in commits]
@@ -119,7 +119,7 @@ def observe(run_store: Store) -> Observed:
     return Observed(
         run=run_store.uri.rsplit("/", 1)[-1], workers=max(generation.workers for generation in summary.generations),
         failures=tuple(time - start for time in redos), seconds=end - start,
-        goodput=(parts.get("productive", 0.0) + parts.get("data_wait", 0.0)) / (end - start),
+        goodput=sum(parts.get(name, 0.0) for name in (*COUNTED, "data_wait")) / (end - start),
         step_seconds=working / max(1, done), every_steps=_interval(saves), refresh_steps=refresh_steps, tier=tier)
 
 

@@ -35,8 +35,9 @@ from tidewheel.report.page import (
     tag,
 )
 from tidewheel.report.pipeline import add_sections, pipeline_cards
-from tidewheel.report.training_plots import CATEGORIES, clock_figure, loss_figure, time_bar, worker_names
+from tidewheel.report.training_plots import CATEGORIES, COUNTED, clock_figure, loss_figure, time_bar, worker_names
 from tidewheel.storage import Store
+from tidewheel.train.metrics.hidden import examine
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,9 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
                  note="The line falls back where steps were repeated after a failure. Below it are the number of "
                       "workers, checkpoints as dots, and a row for each worker, coloured by where its time went.")
-    page.section("Where the time went", *_time(read), note="Each second of each worker is in one category.")
+    page.section("Where the time went", *_time(read),
+                 note="Each second of each worker is in one category. Communication: a step waits for other workers, "
+                      "and computes nothing meanwhile.")
     page.section("What each event cost", _disturbances(read),
                  note="The pause is the longest time without a step. The cost is worker time, over all workers.")
     page.section("Events", _events(read.events),
@@ -274,12 +277,12 @@ def _number(value: Any) -> bool:
 
 
 def _parts(ledger: list[dict[str, Any]]) -> tuple[dict[str, float], float | None]:
-    """Return worker seconds by category, and their productive share (None for an empty ledger)."""
+    """Return worker seconds by category, and the share of steps that count (None for an empty ledger)."""
     parts = dict.fromkeys(CATEGORIES, 0.0)
     for part in ledger:
         parts[part["category"]] = parts.get(part["category"], 0.0) + part["end"] - part["start"]
     whole = sum(parts.values())
-    return parts, parts["productive"] / whole if whole else None
+    return parts, sum(parts[name] for name in COUNTED) / whole if whole else None
 
 
 def _time(read: _Run) -> list[Html]:
@@ -293,10 +296,12 @@ def _time(read: _Run) -> list[Html]:
         node[part["category"]] = node.get(part["category"], 0.0) + part["end"] - part["start"]
     used = [name for name in CATEGORIES if parts.get(name)]
     rows = [(tag("span", node, title=full), *(seconds(spent[name]) if spent[name] else "–" for name in used),
-             seconds(sum(spent.values())), percent(spent["productive"], sum(spent.values())))
+             seconds(sum(spent.values())), percent(sum(spent[name] for name in COUNTED), sum(spent.values())))
             for (full, node), spent in zip(names.items(), by_node.values()) if any(spent.values())]
     head = ["worker", *(name.replace("_", " ") for name in used), "all", "goodput"]
-    return [time_bar(parts), tag("h3", "By node"), table(head, rows, numeric=range(1, len(head)))]
+    found = examine(parts, read.config, read.metrics)
+    advice = [tag("p", f"{found.detail}. What helps: {found.fix}.")] if found is not None and found.fix else []
+    return [time_bar(parts), *advice, tag("h3", "By node"), table(head, rows, numeric=range(1, len(head)))]
 
 
 def _account(read: _Run) -> accounts.Account:

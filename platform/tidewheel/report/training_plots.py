@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from tidewheel.report.page import Html, join, seconds
 from tidewheel.report.plots import CHARACTER, Scale, Svg, grid, lanes, legend, move_apart, stacked, ticks
 
-CATEGORIES = ("productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
+CATEGORIES = ("productive", "communication", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
+COUNTED = ("productive", "communication")
+"""Categories of the time in steps that count, as in `train.time_ledger`."""
 COLOURS = {name: f"var(--{name})" for name in CATEGORIES}
 TONES = {"node_lost": "var(--bad)", "failure": "var(--bad)", "rollback": "var(--bad)", "hang": "var(--bad)",
          "corruption": "var(--bad)",

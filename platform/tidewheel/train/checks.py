@@ -303,7 +303,7 @@ def _lasts(config: TrainConfig, source: Source) -> None:
 
 
 IDENTITY = ("model", "adapter", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head",
-            "value_head", "reference", "teacher")
+            "value_head", "reference", "teacher", "compression")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """Properties of the shards that an error names when another shard set is given."""
 
@@ -319,7 +319,8 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
             "code": {name: code.hash for name, code in config.own_parts().items()} or None,
             "head": name_of(type(config.objective)) if config.objective.HEAD else None,
             "value_head": config.objective.VALUES or None,
-            "reference": source.reference or None, "teacher": source.teacher or None}
+            "reference": source.reference or None, "teacher": source.teacher or None,
+            "compression": None if config.compression is None else as_json(config.compression)}
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:

@@ -16,7 +16,7 @@ from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
-from tidewheel.train import objectives, optimizers, schedules
+from tidewheel.train import compressions, objectives, optimizers, schedules
 from tidewheel.train.average import Average
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.branching import Branch
@@ -280,6 +280,9 @@ class TrainConfig(Config):
     """The global batch of each step."""
     parallel: ParallelConfig = ParallelConfig()
     """How the model is distributed over the workers."""
+    compression: compressions.ChosenCompression | None = None
+    """Send less than whole gradients between workers: settings of the compression whose name is in `kind`, see
+    docs/compression.md. It changes the result."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=0, ge=0)

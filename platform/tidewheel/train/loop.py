@@ -221,7 +221,9 @@ class Loop:
         self._waited += waited
         training.watch.mark(step, "step")
         self._metrics.begin(step)
+        training.waits.begin()
         started = self._enqueue(step, batch)
+        training.waits.end()
         if self._ahead.on:
             self._metrics.measure(step, waited)
         else:
@@ -241,7 +243,8 @@ class Loop:
         result, spent = pending.started.result(), training.spent_on(step)
         if training.loss_scale is not None:
             training.loss_scale.update(math.isfinite(result.gradient_norm))
-        training.timeline.spent(spent)
+        communication = training.waits.take()
+        training.timeline.spent(spent, communication)
         digest = pending.digest()
         self._ahead.ended(result)
         self._guarding.check(step, result, digest)
@@ -257,7 +260,8 @@ class Loop:
             progress.tokens += result.tokens
             progress.loss = result.loss if math.isfinite(result.loss) else progress.loss
             self._recording.step(result, digest, time.time() - self._began, self._waited,
-                                 learning_rate=pending.learning_rate)
+                                 learning_rate=pending.learning_rate,
+                                 gradient_bytes=pending.started.gradient_bytes, communication=communication)
             training.timeline.spent(spent)  # recording is part of the step, not of the next wait
             self._speed_shares.step()
             self._after(step, result.asked)
@@ -354,6 +358,7 @@ class Loop:
         self._callbacks.close()
         self._evaluating.answers.close()
         self._training.reader.close()
+        self._training.waits.close()
         self._metrics.close()
         self._training.record.close()
 

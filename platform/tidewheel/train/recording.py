@@ -31,7 +31,7 @@ class Recording:
                                   training.config.batch.micro_sequences)
 
     def step(self, result: StepResult, digest: str | None, seconds: float, waited: float, *,
-             learning_rate: float) -> None:
+             learning_rate: float, gradient_bytes: int | None = None, communication: float = 0.0) -> None:
         """Record a step that is done.
 
         Args:
@@ -40,6 +40,8 @@ class Recording:
             seconds: duration of the step on this rank, with the wait for data.
             waited: seconds of the wait for data.
             learning_rate: of the step.
+            gradient_bytes: bytes of gradients that this rank sent; None: not known.
+            communication: seconds for which the step waited for other workers.
         """
         training, progress = self._training, self._training.progress
         figures: dict[str, Any] = {
@@ -50,6 +52,8 @@ class Recording:
         figures |= expert_figures(result.experts)
         if result.sources:
             figures |= self._by_source(result)
+        if gradient_bytes is not None:
+            figures["gradient_bytes"] = gradient_bytes
         if training.loss_scale is not None:
             figures["loss_scale"] = training.loss_scale.scale
         if training.leads:
@@ -57,7 +61,8 @@ class Recording:
             if training.runtime.checkpoints.has_memory():
                 kept = training.runtime.checkpoints.keeping()
                 figures |= {"kept_step": kept.step, "keep_waits": kept.waits, "skipped_keeps": progress.skipped_keeps}
-        self._metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited)
+        self._metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited,
+                           communication=communication)
         if training.leads:
             self.batch(progress.step, digest)
             training.runtime.control.progress(

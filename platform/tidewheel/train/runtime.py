@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 AVERAGE = "average"
 """Group of a state whose tensors a checkpoint may lack: the averages of the parameters (`train.averages`)."""
+COMPRESSION = "compression"
+"""Group of a state that gradient compression keeps (`train.parallel.coded`)."""
+SUMMED = f"{COMPRESSION}/residual/"
+"""Paths of tensors [slots, elements] that a load by another number of ranks adds up: only their sum over slots counts.
+"""
 
 
 @dataclass(frozen=True)

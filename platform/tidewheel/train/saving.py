@@ -82,9 +82,11 @@ class Saving:
     def settle(self) -> None:
         """Wait, before an update, until the copies of the current values are made."""
         training = self._training
+        training.waits.end()
         training.timeline.spent(training.spent_on(training.progress.step + 1))
         self._checkpoints.settle()
         training.timeline.spent("save_stall")
+        training.waits.begin()
 
     def save(self, step: int) -> None:
         """Start a save, unless this step is saved already."""

@@ -146,10 +146,12 @@ class StartedStep:
         metrics: names of the objective's metrics.
         loads: reads the load of experts, see `StepResult.of`.
         sources: number of sources.
+        gradient_bytes: bytes of gradients that this rank has sent; None: not known.
     """
 
     def __init__(self, values: Later[torch.Tensor], guard: Guard | None, metrics: Sequence[str],
-                 loads: Loads = lambda values: {}, sources: int = 0) -> None:
+                 loads: Loads = lambda values: {}, sources: int = 0, gradient_bytes: int | None = None) -> None:
+        self.gradient_bytes = gradient_bytes
         self._values, self._guard, self._metrics, self._loads = values, guard, metrics, loads
         self._sources = sources
         self._result: StepResult | None = None
@@ -224,12 +226,14 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         skip = judged[-1]
     before_update()
     model.experts.balance(load, skip)
+    model.keep_unsent(skip)
     optimizer.step(skip=skip, factor=scale / (targets * scaled))
     model.refresh()
     metrics, nats = columns[:, 1:].sum(dim=0).split([len(names), sources])
     on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics / targets, nats, counts[3:], load,
                            judged])
-    return StartedStep(collectives.to_host_later(on_device), guard, names, model.experts.loads, sources)
+    return StartedStep(collectives.to_host_later(on_device), guard, names, model.experts.loads, sources,
+                       model.gradient_bytes())
 
 
 def find_gradients(model: ParallelModel, micro_batches: Sequence[MicroBatch], device: torch.device,

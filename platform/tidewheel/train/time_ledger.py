@@ -11,6 +11,9 @@ count for its whole duration. A gap
 - before a worker's first record is `restart`: processes start and import, the process group forms, state loads;
 - after its last record is `detection` if a failure ended the generation, `restart` after a planned resize, else `idle`;
 - between records is `idle`.
+
+A record of productive time says how much of it the steps waited for other workers (`train.metrics.waits`). That much,
+at its end, is `communication`: time of steps that count, in which nothing was computed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CATEGORIES = ("productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
+CATEGORIES = ("productive", "communication", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
+COUNTED = ("productive", "communication")
+"""Categories of the time in steps that count."""
 ENDINGS = {"failure": "detection", "resize": "restart"}
 DRIVER_START = "driver_start"
 Record = dict[str, Any]
@@ -48,7 +53,7 @@ class LedgerSummary:
     wall_seconds: float
     """Duration of all generations, without the time between two drivers."""
     goodput: float
-    """Productive share of the worker seconds, 0 to 1."""
+    """Share of the worker seconds in steps that count, 0 to 1: `productive` and `communication`."""
     generations: tuple[Generation, ...] = ()
     records: tuple[Record, ...] = field(default=(), repr=False)
     """The ledger with its gaps filled: rank, generation, node, category, start, end; no overlaps."""
@@ -88,7 +93,7 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
         parts[record["category"]] = parts.get(record["category"], 0.0) + record["end"] - record["start"]
     worker_seconds = sum((generation.end - generation.start) * generation.workers for generation in generations)
     wall_seconds = sum(generation.end - generation.start for generation in generations)
-    goodput = parts["productive"] / worker_seconds if worker_seconds else 0.0
+    goodput = sum(parts[name] for name in COUNTED) / worker_seconds if worker_seconds else 0.0
     return LedgerSummary(parts, worker_seconds, wall_seconds, goodput, tuple(generations), tuple(filled))
 
 
@@ -126,6 +131,10 @@ def _fill(rank: int, records: Sequence[Mapping[str, Any]], generation: Generatio
 
     for record in records:
         spend("idle" if filled else "restart", min(float(record["start"]), generation.end))
-        spend(str(record["category"]), min(float(record["end"]), generation.end))
+        category, end = str(record["category"]), min(float(record["end"]), generation.end)
+        if category == "productive" and (waited := float(record.get("waited", 0.0))) > 0:
+            spend(category, max(now, end - waited))
+            category = "communication"
+        spend(category, end)
     spend(after, generation.end)
     return filled

@@ -46,17 +46,23 @@ class Timeline:
         self._worker = {"rank": runtime.rank, "generation": runtime.generation, "node": runtime.node}
         self._mark = began
         self._flushed = began
-        self._intervals: list[list[Any]] = []  # [category, start, end], joined end to end
+        self._intervals: list[list[Any]] = []  # [category, start, end, waited], joined end to end
 
-    def spent(self, category: Category) -> float:
-        """Label the time since the last call with `category`, and return its seconds."""
+    def spent(self, category: Category, waited: float = 0.0) -> float:
+        """Label the time since the last call with `category`, and return its seconds.
+
+        Args:
+            category: of the time.
+            waited: seconds of it in which the step waited for other workers.
+        """
         now = time.time()
         start, self._mark = self._mark, now
         last = self._intervals[-1] if self._intervals else None
         if last and (last[0] == category or now - start < SHORTEST_SECONDS):
             last[2] = now
+            last[3] += waited
         else:
-            self._intervals.append([category, start, now])
+            self._intervals.append([category, start, now, waited])
         if now - self._flushed >= self._flush_seconds:
             self._hand_over()
             self._log.flush_soon()
@@ -83,5 +89,6 @@ class Timeline:
     def _hand_over(self) -> None:
         intervals, self._intervals = self._intervals, []
         self._flushed = time.time()
-        for category, start, end in intervals:
-            self._log.append({"time": end, **self._worker, "category": category, "start": start, "end": end})
+        for category, start, end, waited in intervals:
+            share = {"waited": round(waited, 4)} if waited >= SHORTEST_SECONDS else {}
+            self._log.append({"time": end, **self._worker, "category": category, "start": start, "end": end, **share})

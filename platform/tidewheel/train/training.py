@@ -22,6 +22,7 @@ from tidewheel.train.compile import use_cache
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.guards.hang import Watch
 from tidewheel.train.memory.host import keep_freed_memory
+from tidewheel.train.metrics.waits import Waits, waits_on
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.parallel import ParallelModel, teacher
@@ -31,7 +32,7 @@ from tidewheel.train.rates import Rates
 from tidewheel.train.record import RunRecord
 from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
-from tidewheel.train.runtime import AVERAGE, Runtime, read_again
+from tidewheel.train.runtime import AVERAGE, COMPRESSION, Runtime, read_again
 from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Category, Timeline
 
@@ -56,6 +57,8 @@ class Training:
     progress: Progress
     rates: Rates
     averages: Averages
+    waits: Waits
+    """Measures how long steps wait for other workers."""
     base: dict[str, Any] | None = None
     """Of an adapter's run: URI, hash and vocabulary size of the frozen model, which checkpoints name."""
     teacher: dict[str, Any] | None = None
@@ -97,6 +100,8 @@ class Training:
         optimizer = build_optimizer(model, config.optimizer)
         if config.memory.optimizer_disk:
             optimizer.move_to_disk(Path(config.memory.optimizer_disk))
+        waits = waits_on(device, runtime.world_size)
+        model.measure(waits)
         return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
                    optimizer=optimizer,
@@ -104,7 +109,7 @@ class Training:
                    record=RunRecord(run.store, runtime.generation, runtime.history),
                    positions=positions, progress=Progress(),
                    rates=Rates(config, source.manifest.sequence_length),
-                   averages=Averages(config, optimizer, model))
+                   averages=Averages(config, optimizer, model), waits=waits)
 
     @property
     def leads(self) -> bool:
@@ -127,9 +132,9 @@ class Training:
         return [domain.name for domain in self.source.domains] if self.config.metrics.loss_by_source else []
 
     def state(self) -> dict[str, Any]:
-        """Return the tensors of the model, the optimizer and the averages."""
-        averages = self.averages.state()
-        return {**training_state(self.model, self.optimizer), **({AVERAGE: averages} if averages else {})}
+        """Return the tensors of the model, the optimizer, the averages and the compression of gradients."""
+        others = {AVERAGE: self.averages.state(), COMPRESSION: self.model.compression_state()}
+        return {**training_state(self.model, self.optimizer), **{name: held for name, held in others.items() if held}}
 
     def event(self, kind: str, **detail: Any) -> None:
         """Record an event of the run, on rank 0."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tidewheel.train.batch_config import BatchConfig
     from tidewheel.train.callback import Callback
     from tidewheel.train.checkpoint_config import CheckpointConfig
+    from tidewheel.train.compression import Compression
     from tidewheel.train.config import DataConfig, ElasticConfig, EvaluationConfig, RunConfig, TrainConfig
     from tidewheel.train.fp8_config import Fp8Config
     from tidewheel.train.guards.config import GuardsConfig
@@ -67,7 +68,9 @@ class Train:
                  rollouts: Settings | RolloutsConfig | None = None,
                  optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
-                 parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
+                 parallel: Settings | ParallelConfig | None = None,
+                 compression: str | Settings | Compression | None = None, steps: int | None = None,
+                 seed: int | None = None,
                  neftune_alpha: float | None = None,
                  precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
                  fp8: Settings | Fp8Config | None = None, parameters: Literal["fp32", "bf16"] | None = None,
@@ -98,9 +101,9 @@ class Train:
         given: dict[str, Any] = {
             "run": run, "data": reading, "model": model, "adapter": adapter, "objective": objective,
             "rollouts": rollouts,
-            "optimizer": optimizer, "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps,
-            "seed": seed, "neftune_alpha": neftune_alpha, "precision": precision, "fp8": fp8,
-            "parameters": parameters, "tf32": tf32,
+            "optimizer": optimizer, "schedule": schedule, "batch": batch, "parallel": parallel,
+            "compression": compression, "steps": steps, "seed": seed, "neftune_alpha": neftune_alpha,
+            "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32,
             "reproducible": reproducible, "compile": compile, "compile_cache": compile_cache, "run_ahead": run_ahead,
             "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards,
             "metrics": metrics, "logs": logs, "profile": profile, "callbacks": callbacks, "elastic": elastic}

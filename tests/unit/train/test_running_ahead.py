@@ -31,8 +31,8 @@ from tidewheel.train.step import StartedStep
 STEPS = 12
 BASE = (f"steps={STEPS}", "data.validation=''", "evaluation={every_steps: 0, sample_tokens: 0}", "guards.window=8",
         "checkpoint.every_steps=5", "metrics.trackers=[]")
-TIMES = {"time", "seconds", "step_seconds", "data_wait_seconds", "tokens_per_second", "tokens_per_second_per_worker",
-         "host_resident_bytes", "stall_seconds"}
+TIMES = {"time", "seconds", "step_seconds", "data_wait_seconds", "communication_seconds", "tokens_per_second",
+         "tokens_per_second_per_worker", "host_resident_bytes", "stall_seconds"}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Observed(StartedStep):
         def __init__(self, started: StartedStep, number: int) -> None:
+            self.gradient_bytes = started.gradient_bytes
             self._started, self._number = started, number
 
         def result(self):

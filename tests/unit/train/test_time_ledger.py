@@ -32,7 +32,7 @@ def test_seconds_of_a_kill_and_a_join_are_attributed():
                    for generation in summary.generations]
     assert generations == [(2, 100, 121.5, "failure"), (1, 121.5, 152, "resize"), (2, 152, 170, "")]
     assert summary.parts == {
-        "productive": 15 + 13 + 15 + 10 + 9, "redone": 3, "save_stall": 1, "data_wait": 0,
+        "productive": 15 + 13 + 15 + 10 + 9, "communication": 0, "redone": 3, "save_stall": 1, "data_wait": 0,
         "detection": 1.5 + 3.5,  # the survivor until the failure was detected; the lost worker since its last line
         "restart": 5 + 5 + 10.5 + 1 + 8 + 8, "idle": 1}
     assert summary.worker_seconds == 2 * 21.5 + 30.5 + 2 * 18 == pytest.approx(sum(summary.parts.values()))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tidewheel.checkpoint.agreement import own_box
 from tidewheel.checkpoint.filling import Request, fill_window, windows
+from tidewheel.checkpoint.folding import Folding
 from tidewheel.checkpoint.memory_tier.inventory import (
     Copy,
     Inventory,
@@ -91,6 +92,8 @@ def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | 
         try:
             first = [part for part in parts if part.near] or parts[:1]
             list(pool.map(PartReader.describe, first))
+            folding = Folding(flat, _stored(first))
+            flat = folding.tensors
             others = _needed(flat, parts, first, where)
             if wants_extra and parts[0] not in first:
                 others.add(0)
@@ -99,10 +102,20 @@ def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | 
             work = [(parts[rank], window) for rank, wanted in requests.items()
                     for window in windows(wanted, BLOCK_BYTES)]
             list(pool.map(lambda item: _fill(*item), work))
+            folding.add_up()
         finally:
             for part in parts:
                 part.close()
     return parts[0].extra if wants_extra else None
+
+
+def _stored(parts: Sequence[PartReader]) -> dict[str, TensorEntry | Piece]:
+    """Return what some parts tell about the whole tensors, by path."""
+    stored: dict[str, TensorEntry | Piece] = {}
+    for part in parts:
+        stored |= {piece.name: piece for piece in part.pieces}
+        stored |= part.rules
+    return stored
 
 
 def _needed(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader], described: Sequence[PartReader],

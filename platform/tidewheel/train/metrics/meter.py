@@ -40,7 +40,8 @@ class Meter:
         """Return whether `step`, counted from 1, has a line."""
         return step % self.every_steps == 0 or step == self.last_step
 
-    def step(self, step: int, *, tokens: int, seconds: float, waited: float) -> dict[str, Any] | None:
+    def step(self, step: int, *, tokens: int, seconds: float, waited: float,
+             communication: float = 0.0) -> dict[str, Any] | None:
         """Count a step, and return the figures of a line if one is due.
 
         Args:
@@ -48,12 +49,14 @@ class Meter:
             tokens: real tokens of the step.
             seconds: duration of the step, with the wait for data.
             waited: seconds of the wait for data.
+            communication: seconds of the wait for other workers.
 
         Returns:
-            "step_seconds" and "data_wait_seconds" per step, "tokens_per_second", "tokens_per_second_per_worker", "mfu"
-            if the peak is known, and the memory as in `measure.memory`.
+            "step_seconds", "data_wait_seconds" and "communication_seconds" per step, "tokens_per_second",
+            "tokens_per_second_per_worker", "mfu" if the peak is known, and the memory as in `measure.memory`.
         """
-        for name, value in (("tokens", tokens), ("seconds", seconds), ("waited", waited)):
+        for name, value in (("tokens", tokens), ("seconds", seconds), ("waited", waited),
+                            ("communication", communication)):
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._steps += 1
         if not self.is_due(step):
@@ -64,6 +67,7 @@ class Meter:
         line: dict[str, Any] = {
             "time": time.time(), "tokens_per_second": speed, "tokens_per_second_per_worker": speed / self.world_size,
             "step_seconds": sums["seconds"] / steps, "data_wait_seconds": sums["waited"] / steps,
+            "communication_seconds": sums["communication"] / steps,
             **memory(self.device)}
         if self.peak and self.flops_per_token:
             line["mfu"] = speed * self.flops_per_token / (self.peak * self.world_size)

@@ -98,7 +98,8 @@ class Reporter:
         """Return whether `step` has a line."""
         return self._meter.is_due(step)
 
-    def step(self, step: int, figures: Mapping[str, Any], *, tokens: int, seconds: float, waited: float) -> None:
+    def step(self, step: int, figures: Mapping[str, Any], *, tokens: int, seconds: float, waited: float,
+             communication: float = 0.0) -> None:
         """Report a step that is done.
 
         Args:
@@ -107,6 +108,7 @@ class Reporter:
             tokens: real tokens of the global batch.
             seconds: duration of the step on this rank, with the wait for data.
             waited: seconds of the wait for data.
+            communication: seconds for which the step waited for other workers.
 
         Raises:
             ConfigError: the code of a tracker has a mistake.
@@ -114,7 +116,7 @@ class Reporter:
         if step not in self._news:
             self.measure(step, waited)
         events = self._news.pop(step)
-        line = self._meter.step(step, tokens=tokens, seconds=seconds, waited=waited)
+        line = self._meter.step(step, tokens=tokens, seconds=seconds, waited=waited, communication=communication)
         if self._sinks is not None and line is not None:
             self._write({"step": step, "generation": self._generation, "world_size": self._world_size,
                          **figures, **line, **self._own_seconds(), **self._failures()})

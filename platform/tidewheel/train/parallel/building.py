@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import async_tensor, expert, legal, tensor
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel.base_reference import BaseReference
+from tidewheel.train.parallel.coded import Coded
 from tidewheel.train.parallel.context import RowShare
 from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks
 from tidewheel.train.parallel.first_look import FirstLook
@@ -30,6 +32,7 @@ from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
 from tidewheel.train.parallel.model import ParallelModel
 from tidewheel.train.parallel.pipeline import Pipeline, cut
 from tidewheel.train.parallel.stages import stages
+from tidewheel.train.parallel.traffic import Traffic
 from tidewheel.train.precision import REDUCED, sharded_precision
 from tidewheel.train.reproducible.exchange import Group, OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
@@ -173,15 +176,22 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         part.to_empty(device=device)
     if frozen:
         return SingleProcess(part)
+    return _replicated(part, config, mesh, order)
+
+
+def _replicated(part: Decoder, config: TrainConfig, mesh: Mesh, order: GradientOrder | None) -> SingleProcess:
+    parallel, compression, traffic = config.parallel, config.compression, Traffic()
     group = mesh.of(*GRADIENTS)
-    ordered: dict[str, Any] = {}
+    options: dict[str, Any] = {"bucket_bytes": parallel.bucket_bytes, "traffic": traffic}
     if order is not None:
-        replicas = Group.replicas(mesh)
-        ordered = {"order": order, "sums": lambda: OrderedSum(order, replicas)}
+        replicas = dataclasses.replace(Group.replicas(mesh), traffic=traffic)
+        options |= {"order": order, "sums": lambda: OrderedSum(order, replicas)}
+    if compression is not None:
+        options["coded"] = partial(Coded, compression, mesh=group, seed=config.seed, traffic=traffic, order=order)
     if group is None:
-        return Replicated(part, None, **ordered) if ordered else SingleProcess(part)
+        return SingleProcess(part) if order is None and compression is None else Replicated(part, None, **options)
     kind = ShardedOptimizer if parallel.data == "zero1" else Replicated
-    return kind(part, group, reduce_dtype=REDUCED[parallel.reduce_dtype], **ordered)
+    return kind(part, group, reduce_dtype=REDUCED[parallel.reduce_dtype], **options)
 
 
 def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: DeviceMesh, device: torch.device,
@@ -205,7 +215,8 @@ def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: Devic
     data = FullyShard(
         part, shards, reshard_after_forward=parallel.data == "zero3" or (
             parallel.data == "auto" and _large(config, num_parameters)),
-        reduce_always=reduces_always(config, mesh, num_parameters), offload=parallel.offload, precision=precision,
+        reduce_always=reduces_always(config, mesh, num_parameters), prefetch=parallel.prefetch,
+        offload=parallel.offload, precision=precision,
         **ordered)
     if not isinstance(part, Wrapped):
         part.to_empty(device="cpu" if parallel.offload else device)

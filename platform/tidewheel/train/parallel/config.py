@@ -58,6 +58,12 @@ class ParallelConfig(Config):
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number type in which gradients are summed over data-parallel workers. bf16 sends half the bytes and rounds each
     sum; micro-batches are still added up in fp32."""
+    prefetch: int = Field(default=1, ge=1, le=8)
+    """For zero2 and zero3: number of layers whose parameters are gathered ahead of the one that computes, in both
+    directions. More hide a slow network better, and take the memory of a layer each."""
+    bucket_bytes: int = Field(default=25 * 2**20, ge=1024)
+    """For ddp and zero1: approximate bytes of gradients that are sent together, as soon as the backward pass has them.
+    Small buckets start early, large ones use a network better. zero2 and zero3 send a layer at a time."""
     offload: bool = False
     """For zero2 and zero3: keep parameters, gradients and optimizer state in host memory (FSDP2's CPU offload)."""
 

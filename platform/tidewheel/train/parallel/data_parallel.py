@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tidewheel.train.parallel.coded import Coded
 from tidewheel.train.parallel.tensor import complete_gradients
+from tidewheel.train.parallel.traffic import Traffic
 from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
-BUCKET_BYTES = 25 * 2**20
-"""Approximate size of a bucket of gradients, as in torch's DistributedDataParallel."""
+if TYPE_CHECKING:
+    from tidewheel.train.metrics.waits import Waits
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -59,10 +62,16 @@ class SingleProcess:
 
     Args:
         part: a decoder or a pipeline stage.
+
+    Attributes:
+        traffic: counts the bytes of gradients that this rank sends; None: FSDP2 sends them.
+        coded: the sums of compressed gradients; None: no gradient is compressed.
     """
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
+        self.traffic: Traffic | None = Traffic()
+        self.coded: Coded | None = None
         accumulate_in_fp32(part.parameters())
 
     def named_parameters(self) -> Named:
@@ -103,6 +112,9 @@ class SingleProcess:
     def reshard(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered."""
 
+    def measure(self, waits: Waits) -> None:
+        """Measure from now on how long the device waits for collectives."""
+
 
 class Replicated(SingleProcess):
     """Data parallelism with all parameters on every rank. Gradients are all-reduced once per step.
@@ -111,27 +123,46 @@ class Replicated(SingleProcess):
         part: a decoder or a pipeline stage.
         mesh: one-dimensional; None in reproducible mode on a single rank.
         reduce_dtype: of the sum over ranks.
+        bucket_bytes: approximate size of a bucket.
         order: of reproducible mode.
         sums: of reproducible mode, creates the sum of a bucket's gradients.
+        traffic: counts the bytes that are sent.
+        coded: creates the compressed sums of (name, parameter) pairs; None: no gradient is compressed.
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh | None, *, reduce_dtype: torch.dtype = torch.float32,
-                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
+                 bucket_bytes: int = 25 * 2**20, order: GradientOrder | None = None,
+                 sums: Callable[[], OrderedSum] | None = None, traffic: Traffic | None = None,
+                 coded: Callable[[Named], Coded] | None = None) -> None:
         super().__init__(part)
         self._reduce_dtype = reduce_dtype
         self._group = mesh.get_group() if mesh is not None else None
-        backwards = reversed(trainable(part))  # the backward pass begins with the last layers
-        self._buckets = _buckets(parameter for _, parameter in backwards)
+        self._traffic = self.traffic = traffic or Traffic()
+        self._waits: Waits | None = None
+        self.coded = coded(trainable(part)) if coded is not None else None
+        backwards = [parameter for _, parameter in reversed(trainable(part))]  # the backward pass begins with the last
+        self._buckets = _buckets(backwards, bucket_bytes, self._compresses)
         self._order = order
-        self._sums = [sums() for _ in self._buckets] if sums is not None else []
+        self._sums = [sums() for bucket in self._buckets if not self._compresses(bucket[0])] if sums else []
         self._is_last = False
         self._missing: list[int] = []
-        self._in_flight: list[tuple[torch.Tensor, Any]] = []
+        self._in_flight: list[tuple[torch.Tensor | None, Any]] = []
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
 
+    def measure(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._waits is None else self._waits.span()
+
+    def _compresses(self, parameter: nn.Parameter) -> bool:
+        return self.coded is not None and self.coded.takes(parameter)
+
     def begin(self, number: int, count: int) -> None:
+        if number == 0 and self.coded is not None:
+            self.coded.begin()
         self._is_last = number == count - 1
         self._missing = [len(bucket) for bucket in self._buckets]
 
@@ -143,8 +174,18 @@ class Replicated(SingleProcess):
                 self._send()
 
     def _send(self) -> None:
-        flat = self._flat(self._buckets[len(self._in_flight)])
-        self._in_flight.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+        bucket = self._buckets[len(self._in_flight)]
+        if self.coded is not None and self._compresses(bucket[0]):
+            self.coded.send(bucket)
+            self._in_flight.append((None, None))
+            return
+        flat = self._flat(bucket)
+        self._in_flight.append((flat, self._sum(flat)))
+
+    def _sum(self, flat: torch.Tensor) -> Any:
+        if self._group is None:
+            return None
+        return self._traffic.all_reduce(flat, self._group)
 
     def _flat(self, bucket: list[nn.Parameter]) -> torch.Tensor:
         return torch.cat([local(_gradient(p)).reshape(-1) for p in bucket]).to(self._reduce_dtype)
@@ -155,24 +196,46 @@ class Replicated(SingleProcess):
         # autograd would add the gradients of micro-batches in the order in which they are computed
         self._order.begin(number, count)
         complete_gradients(self.part.parameters())
-        for bucket, total in zip(self._buckets, self._sums):
-            total.add(self._flat(bucket))
+        sums = iter(self._sums)
+        for bucket in self._buckets:
+            if self.coded is not None and self._compresses(bucket[0]):
+                self.coded.add(bucket)
+            else:
+                next(sums).add(self._flat(bucket))
         if not self._order.last:
             self.part.zero_grad(set_to_none=True)
 
-    def _reduced(self) -> Iterator[torch.Tensor]:
+    def _reduced(self) -> Iterator[list[torch.Tensor]]:
         """Yield the summed gradients of each bucket, flat."""
-        yield from (total.whole() for total in self._sums)
-        while self._order is None and len(self._in_flight) < len(self._buckets):
-            self._send()
-        for flat, work in self._in_flight:
-            work.wait()
-            yield flat
+        if self._order is None:
+            while len(self._in_flight) < len(self._buckets):
+                self._send()
+        elif self.coded is not None:
+            for bucket in self._buckets:
+                if self._compresses(bucket[0]):
+                    self.coded.send(bucket)
+        totals = iter(self.coded.totals() if self.coded is not None else ())
+        sums = iter(self._sums)
+        for index, bucket in enumerate(self._buckets):
+            if self._compresses(bucket[0]):
+                with self._waiting():
+                    pieces = next(totals)
+                yield pieces
+                continue
+            if self._order is None:
+                flat, work = self._in_flight[index]
+                if work is not None:
+                    with self._waiting():
+                        work.wait()
+            else:
+                with self._waiting():
+                    flat = next(sums).whole()
+            assert flat is not None
+            yield list(flat.split([parameter.numel() for parameter in map(local, bucket)]))
 
     def finish(self) -> None:
-        for bucket, flat in zip(self._buckets, self._reduced()):
+        for bucket, pieces in zip(self._buckets, self._reduced()):
             gradients = [local(_gradient(p)) for p in bucket]
-            pieces = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients)])
         self._in_flight = []
         self._is_last = False
@@ -189,13 +252,12 @@ class ShardedOptimizer(Replicated):
         part: a decoder or a pipeline stage.
         mesh: one-dimensional, the ranks.
         reduce_dtype: of the sum over ranks.
-        order: of reproducible mode.
-        sums: of reproducible mode, creates the sum of a bucket's gradients.
+        options: see `Replicated`.
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reduce_dtype: torch.dtype = torch.float32,
-                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
-        super().__init__(part, mesh, reduce_dtype=reduce_dtype, order=order, sums=sums)
+                 **options: Any) -> None:
+        super().__init__(part, mesh, reduce_dtype=reduce_dtype, **options)
         self.mesh = mesh
         self._whole = trainable(part)
         self._rows = [(name, nn.Parameter(_shard_rows(parameter.detach(), mesh))) for name, parameter in self._whole]
@@ -224,7 +286,8 @@ class ShardedOptimizer(Replicated):
             sizes = [sum(share[rank].numel() for share in shares) for rank in range(ranks)]
             mine = torch.cat([share[self.mesh.get_local_rank()].reshape(-1) for share in shares])
             gathered = mine.new_empty(ranks, max(sizes)).unbind()
-            dist.all_gather(list(gathered), nn.functional.pad(mine, (0, max(sizes) - len(mine))), group=self._group)
+            with self._waiting():
+                dist.all_gather(list(gathered), nn.functional.pad(mine, (0, max(sizes) - len(mine))), group=self._group)
             for rank, row in enumerate(gathered):
                 targets = [share[rank] for share in shares]
                 pieces = row[:sizes[rank]].split([target.numel() for target in targets])
@@ -242,20 +305,31 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters into buckets of about BUCKET_BYTES, each of one dtype."""
+def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int,
+             compresses: Callable[[nn.Parameter], bool]) -> list[list[nn.Parameter]]:
+    """Group parameters into buckets of about `bucket_bytes`, each of one dtype, and compressed or not.
+
+    Args:
+        parameters: in the order in which the backward pass finishes their gradients.
+        bucket_bytes: size of a bucket.
+        compresses: whether a parameter's gradient is compressed.
+
+    Returns:
+        the buckets, in the order in which their last gradients are finished.
+    """
+    last: dict[bool, list[nn.Parameter]] = {}
+    room = {True: 0, False: 0}
     buckets: list[list[nn.Parameter]] = []
-    room = 0
-    dtype = None
+    order = {parameter: index for index, parameter in enumerate(parameters)}
     for parameter in parameters:
-        size = local(parameter).nbytes
-        if not buckets or size > room or parameter.dtype != dtype:
-            buckets.append([])
-            room = BUCKET_BYTES
-            dtype = parameter.dtype
-        buckets[-1].append(parameter)
-        room -= size
-    return buckets
+        size, kind = local(parameter).nbytes, compresses(parameter)
+        if kind not in last or size > room[kind] or parameter.dtype != last[kind][-1].dtype:
+            last[kind] = []
+            buckets.append(last[kind])
+            room[kind] = bucket_bytes
+        last[kind].append(parameter)
+        room[kind] -= size
+    return sorted(buckets, key=lambda bucket: order[bucket[-1]])
 
 
 def _shares(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:

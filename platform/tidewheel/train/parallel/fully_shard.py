@@ -5,9 +5,9 @@ embeddings the embedding is used at both ends, so it forms one unit with the fin
 forward pass and stays until the backward pass ends. A pipeline stage has some of these units. With expert parallelism
 the experts of a block are a unit inside the block's, over the ranks that hold the same experts.
 
-The gather of the next unit starts before a unit computes, in both directions. The embedding is not gathered for the
-backward pass, which does not read it. The unit with the output matrix is not resharded after the forward pass, because
-the backward pass begins with it.
+The gather of the next units (`parallel.prefetch`) starts before a unit computes, in both directions. The embedding is
+not gathered for the backward pass, which does not read it. The unit with the output matrix is not resharded after the
+forward pass, because the backward pass begins with it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.models.moe.experts import Experts
 from tidewheel.models.wrapped import Wrapped
 from tidewheel.train import fp8
+from tidewheel.train.metrics.waits import Waits, measured
 from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks, local, trainable
 from tidewheel.train.parallel.expert import ShardedExperts, placement
 from tidewheel.train.parallel.expert_reduce import reduce_by_source
@@ -78,6 +79,7 @@ class FullyShard(SingleProcess):
         mesh: one-dimensional, or (replicate, shard). In reproducible mode it has only the shards.
         reshard_after_forward: True for ZeRO-3; False keeps gathered parameters until the backward pass (ZeRO-2).
         reduce_always: reduce-scatter gradients after every backward pass, not only after the last one.
+        prefetch: units that are gathered ahead of the one that computes.
         offload: keep shards in host memory.
         precision: dtypes of the gathered parameters and of the reduction.
         order: of reproducible mode.
@@ -86,10 +88,11 @@ class FullyShard(SingleProcess):
     """
 
     def __init__(self, part: Decoder, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
-                 offload: bool = False, precision: MixedPrecisionPolicy | None = None,
+                 prefetch: int = 1, offload: bool = False, precision: MixedPrecisionPolicy | None = None,
                  order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None,
                  experts: ShardedExperts | None = None) -> None:
         super().__init__(part)
+        self.traffic = None
         self._reduce_always, self._order = reduce_always, order
         # FSDP2 of one rank has no reduction to replace: micro-batches are added here in their order
         self._alone = [] if order is None or sums is None or mesh.size() > 1 else [sums() for _ in trainable(part)]
@@ -98,7 +101,7 @@ class FullyShard(SingleProcess):
         precision = precision or MixedPrecisionPolicy()
         if part.embedding is not None and precision.param_dtype is not None:
             part.embedding.output_dtype = part.embedding.weight.dtype  # the dtype of the residual stream stays
-        outer = _shard(part, mesh, precision, reshard_after_forward, offload, experts)
+        outer = _shard(part, mesh, precision, reshard_after_forward, offload, experts, prefetch)
         inside = [unit for whole in outer for unit in whole.inside]
         self._units = [*outer, *inside]
         for unit in self._units:  # gloo has no PREMUL_SUM, which other divide factors need
@@ -170,6 +173,11 @@ class FullyShard(SingleProcess):
             assert parameter.grad is not None
             yield local(parameter.grad)
 
+    def measure(self, waits: Waits) -> None:
+        for group in filter(None, (unit.group for unit in self._units)):
+            group.wait_for_unshard = measured(group.wait_for_unshard, waits)  # with the copy out of the buffer
+            group.finalize_backward = measured(group.finalize_backward, waits)
+
     def refresh(self) -> None:
         """Compute the scales of the weights that are gathered in fp8."""
         if self._in_fp8:
@@ -185,7 +193,7 @@ class FullyShard(SingleProcess):
 
 
 def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool,
-           offload: bool, experts: ShardedExperts | None) -> list[_Unit]:
+           offload: bool, experts: ShardedExperts | None, prefetch: int) -> list[_Unit]:
     """Shard a part of the model and return its units in the order of the forward pass."""
     fsdp_precision = precision
     if precision.reduce_dtype is not None:  # gradients are accumulated in fp32, `_LowReduceScatter` rounds them
@@ -219,7 +227,7 @@ def _shard(part: Decoder, mesh: DeviceMesh, precision: MixedPrecisionPolicy, res
         _gather_with(last[0], part.norm)
     fully_shard(part, reshard_after_forward=False, **settings)  # without parameters, unless embeddings are tied
     units = [*first, *inner, *last]
-    _prefetch(part, units, inner)
+    _prefetch(part, units, inner, prefetch)
     return units
 
 
@@ -244,14 +252,19 @@ def _gather_with(unit: _Unit, module: nn.Module) -> None:
     state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
-def _prefetch(part: nn.Module, units: Sequence[_Unit], inner: Sequence[_Unit]) -> None:
-    """Set which unit is gathered while another one computes."""
-    for unit, following in itertools.pairwise(units):
-        unit.fsdp.set_modules_to_forward_prefetch(following.gathered)
-    for unit, previous in zip(inner[1:], inner):
-        unit.fsdp.set_modules_to_backward_prefetch(previous.gathered)
+def _prefetch(part: nn.Module, units: Sequence[_Unit], inner: Sequence[_Unit], depth: int) -> None:
+    """Set which units are gathered while another one computes: the next `depth` of them."""
+    for index, unit in enumerate(units[:-1]):
+        unit.fsdp.set_modules_to_forward_prefetch(_gathered(units[index + 1:index + 1 + depth]))
+    backwards = inner[::-1]
+    for index, unit in enumerate(backwards[:-1]):
+        unit.fsdp.set_modules_to_backward_prefetch(_gathered(backwards[index + 1:index + 1 + depth]))
     if inner:  # the backward pass of the loss begins at the root, whose unit or the last one is still gathered
-        cast(FSDPModule, part).set_modules_to_backward_prefetch(inner[-1].gathered)
+        cast(FSDPModule, part).set_modules_to_backward_prefetch(_gathered(backwards[:depth]))
+
+
+def _gathered(units: Sequence[_Unit]) -> list[FSDPModule]:
+    return [module for unit in units for module in unit.gathered]
 
 
 class _LowReduceScatter(ReduceScatter):

@@ -12,7 +12,7 @@ from tidewheel.models.moe.config import MixtureOfExperts
 from tidewheel.parts import name_of
 from tidewheel.shards.manifest import PACKED
 from tidewheel.train import objective
-from tidewheel.train.parallel import own_module
+from tidewheel.train.parallel import compressing, own_module
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
 from tidewheel.train.reproducible import requirements as reproducible
@@ -74,7 +74,7 @@ def reason_against(config: TrainConfig) -> str | None:
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
     return (own_module.reason_against(config) or objective.reason_against(config.objective, mesh)
             or _zero_bubble(config) or _kernels(config) or _fp8(config) or _async_tensor(config) or _lengths(config)
-            or _adapter(config) or _workers(config) or _speed_shares(config)
+            or _adapter(config) or compressing.reason_against(config) or _workers(config) or _speed_shares(config)
             or _curvature(config) or _equal_attention(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
@@ -148,9 +148,10 @@ def _speed_shares(config: TrainConfig) -> str | None:
         if (size := getattr(parallel, name)) > 1:
             return (f"{what}, but with parallel.{name} {size} some workers compute each pass together; nearest legal "
                     f"choice: {name} 1")
-    if config.guards.recomputation is not None:
-        return (f"{what}, but guards.recomputation compares passes of equal shares; nearest legal choice: leave "
-                "guards.recomputation out")
+    for key, reason in (("guards.recomputation", "compares passes of equal shares"),
+                        ("compression", "keeps the residuals of equal shares")):
+        if getattr(config.guards if key.startswith("guards") else config, key.rpartition(".")[2]) is not None:
+            return f"{what}, but {key} {reason}; nearest legal choice: leave {key} out"
     return None
 
 
@@ -175,6 +176,9 @@ def _curvature(config: TrainConfig) -> str | None:
             return f"{what}, which has not been built for {key} {value}; nearest legal choice: {legal}"
     if config.precision == "fp16":
         return f"{what}, whose gradients have no loss scale; nearest legal choice: precision bf16"
+    if config.compression is not None:
+        return (f"{what}, whose gradients compression would send with residuals of others; nearest legal choice: leave "
+                "compression out")
     if isinstance(config.model, MixtureOfExperts):
         return f"{what}, but a mixture of experts adds gradients of its balance; nearest legal choice: a dense model"
     return None

@@ -30,6 +30,7 @@ from tidewheel.train.pass_time import PassTime
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 if TYPE_CHECKING:
+    from tidewheel.train.metrics.waits import Waits
     from tidewheel.train.step import MicroBatch
 
 
@@ -307,6 +308,31 @@ class ParallelModel:
             data.refresh()
         if self.pipeline is not None:
             self.pipeline.refresh()
+
+    def measure(self, waits: Waits) -> None:
+        """Measure the waits for sums of gradients and for gathered parameters."""
+        for data in self.data:
+            data.measure(waits)
+
+    def keep_unsent(self, skip: torch.Tensor | None) -> None:
+        """Keep what compression has not sent for the next step, unless this step's update is withheld.
+
+        Args:
+            skip: scalar on the device; not zero: withheld. None: it never is.
+        """
+        for data in self.data:
+            if data.coded is not None:
+                data.coded.keep(skip)
+
+    def compression_state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint that compression keeps; {} without compression."""
+        return next((data.coded.state() for data in self.data if data.coded is not None), {})
+
+    def gradient_bytes(self) -> int | None:
+        """Return the bytes of gradients that this rank has sent since the last call; None if FSDP2 sends them."""
+        if any(data.traffic is None for data in self.data):
+            return None
+        return sum(data.traffic.take() for data in self.data if data.traffic is not None)
 
     def reshard(self) -> None:
         """Free the parameters that an evaluation has gathered."""

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
+from tidewheel.train.parallel.traffic import Traffic
 from tidewheel.train.reproducible.gradient_order import GradientOrder, Member
 from tidewheel.train.reproducible.tree import Node, TreeSum
-
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the first name since torch 2.13
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,12 @@ class Group:
         group: process group; None: this rank alone.
         members: for each rank of the group, in order, the members whose gradients it holds: itself, or those it has
             summed over before.
+        traffic: counts the bytes that are sent; None: nothing does.
     """
 
     group: Any
     members: tuple[tuple[Member, ...], ...]
+    traffic: Traffic | None = None
 
     @property
     def size(self) -> int:
@@ -206,7 +206,7 @@ class OrderedSum:
 def _all_to_all(flat: torch.Tensor, group: Group) -> torch.Tensor:
     """Return this rank's piece of every rank's `flat`, [ranks, n / ranks]."""
     received = torch.empty_like(flat)
-    dist.all_to_all_single(received, flat, group=group.group)
+    (group.traffic or Traffic()).all_to_all(received, flat, group.group).wait()
     return received.view(group.size, -1)
 
 
@@ -238,5 +238,5 @@ def _all_reduce(order: GradientOrder, tree: TreeSum, group: Group) -> torch.Tens
         padded.add(node, F.pad(value, (0, missing)) if missing else value)
     piece = _exchange(order, padded, group).total()
     whole = piece.new_empty(group.size * len(piece))
-    _all_gather(whole, piece.contiguous(), group=group.group)
+    (group.traffic or Traffic()).all_gather(whole, piece.contiguous(), group.group).wait()
     return whole[:length]

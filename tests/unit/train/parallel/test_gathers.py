@@ -72,3 +72,17 @@ def test_each_gather_starts_one_unit_ahead(counted: dict):
     assert [unit for kind, unit in backward if kind == "all_gather"] == ["blocks.2", "blocks.1", "blocks.0"]
     assert backward.index(("all_gather", "blocks.2")) < backward.index(("reduce_scatter", "norm"))
     assert backward.index(("all_gather", "blocks.0")) < backward.index(("reduce_scatter", "blocks.1"))
+
+
+def test_parameters_are_gathered_as_far_ahead_as_configured():
+    ahead = settings({**SHAPE, "tie_embeddings": False}, RANKS, data="zero3", reduce="step", prefetch=2)
+    counter = count(ahead, VOCABULARY, RANKS)
+    order = ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    forward = [(call.kind, call.unit) for call in counter.calls if call.phase == "forward"]
+    assert [unit for kind, unit in forward if kind == "all_gather"] == order
+    for unit, later in zip(order, order[2:]):
+        assert forward.index(("all_gather", later)) < forward.index(("compute", unit)), later
+    backward = [(call.kind, call.unit) for call in counter.calls if call.phase == "backward"]
+    assert [unit for kind, unit in backward if kind == "all_gather"] == ["blocks.2", "blocks.1", "blocks.0"]
+    assert backward.index(("all_gather", "blocks.1")) < backward.index(("reduce_scatter", "norm"))
+    assert backward.index(("all_gather", "blocks.0")) < backward.index(("reduce_scatter", "blocks.2"))
