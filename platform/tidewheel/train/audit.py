@@ -188,12 +188,13 @@ def _differences(records: list[dict], source: Source, plan: Positions) -> Iterat
 def _repeats(source: Source, steps: list[int], plan: Positions) -> Iterator[str]:
     """Yield the sequences that the steps read twice in an epoch of their domain, or not at all in a complete epoch.
 
-    Sequences that a guard passed over count as read.
+    Sequences that a guard passed over, or that other groups read, count as read.
     """
     if not steps:
         return
     end = plan.end(steps[-1])
-    owners, visits = source.visits(np.concatenate([plan.of_steps(steps), plan.skipped(end)]))
+    owners, visits = source.visits(np.concatenate([plan.of_steps(steps), plan.skipped(end),
+                                                   plan.elsewhere(steps[-1])]))
     done = source.counts(end)
     for index, domain in enumerate(source.domains):
         counts = [shard.rows for shard in domain.manifest.shards]
