@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 SETTINGS = "outer.json"
 """What all groups share, written by the first."""
-POLL_SECONDS, LOCAL_POLL_SECONDS = 2.0, 0.05
-"""Between two looks for the other groups: in an object store, and in a local folder."""
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.05, 2.0
+"""Between two looks for the other groups: at first, and at most. Each pause is 1.5 times the one before."""
 
 
 class Exchange(OuterExchange):
@@ -79,8 +79,7 @@ class Exchange(OuterExchange):
             folder = store if len(parts) == 1 else store.child(f"fragment_{index:02d}")
             weights = [(name, weight) for name, weight in named if name in set(names)]
             self._fragments.append(Fragment(folder, weights, config.outer, self._peers, self._wait, identity))
-        self._poll = POLL_SECONDS if storage.is_remote(config.outer.store) else LOCAL_POLL_SECONDS
-        self._poll = min(self._poll, config.guards.collective_timeout_seconds / 4)
+        self._longest_pause = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)
         self._offered_at = 0.0
         self._waiting = False
         self._figures: dict[str, float] = {}
@@ -204,6 +203,7 @@ class Exchange(OuterExchange):
     def _decided(self, fragment: Fragment, round_: int, ask: Callable[[], int]) -> tuple[int, Decision | None]:
         """Wait for the decision of a round, and make it if this group can; return (requests, decision)."""
         last = fragment.decision(round_ - 1)
+        pause = FIRST_POLL_SECONDS
         while True:
             asked = self._collectives.from_first(ask() if self._leads else 0)
             if asked:
@@ -220,7 +220,8 @@ class Exchange(OuterExchange):
                 self._waiting = True
                 self._event("outer_waits", round=round_, missing=self._from_first(
                     lambda: fragment.meetings.missing(round_, last)))
-            self._limit.pause(self._poll)
+            self._limit.pause(min(pause, self._longest_pause))
+            pause *= 1.5
 
     def _advance(self, fragment: Fragment, decision: Decision) -> None:
         """Compute the outcome of a round, and commit it if this group's proposal has won."""

@@ -261,19 +261,19 @@ class Loop:
         return not goes_back
 
     def _meet(self, step: int) -> None:
-        """Meet the other groups, if a round ends with this step. Saves and planned changes happen meanwhile."""
+        """Meet the other groups, if a round ends with this step. A planned change interrupts the wait for them."""
         training, saving, outer = self._training, self._saving, self._training.outer
         while outer is not None and outer.is_due(step):
             training.watch.mark(step, "outer")
-            asked = outer.meet(step, partial(saving.requests, step), saving.settle)
+            asked = outer.meet(step, lambda: STOP * training.runtime.control.poll(), saving.settle)
             training.timeline.spent("idle")
-            saving.keep_if_due(step, asked)
-            if asked & SAVE or (asked & STOP and not saving.is_safe(step)):
-                saving.save(step)
-            if asked & STOP:
+            if asked:
+                saving.keep_if_due(step, asked)
+                if not saving.is_safe(step):
+                    saving.save(step)
                 saving.make_way(step)
-            if not asked:
-                self._metrics.add(step, outer.figures())
+            elif figures := outer.figures():
+                self._metrics.add(step, figures)
 
     def _wait_for_data(self, step: int) -> float:
         """Wait until the shard set holds the sequences of `step`; return the seconds waited.
