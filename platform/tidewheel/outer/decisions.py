@@ -1,6 +1,6 @@
 """Numbered decisions in a folder: each is made once, by whichever writer comes first, and never changes.
 
-They use the slots of a run's commit log (`commit_protocol`), so they hold on stores that ignore conditional creates too.
+They use the slots of a run's commit log (`commit_protocol`), which hold on stores without conditional creates too.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from tidewheel.checkpoint.manifest import step_name
 from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.staging import local
 from tidewheel.errors import CheckpointError, ConfigError, StorageError
+from tidewheel.outer.background import Background
 from tidewheel.outer.decisions import Decision
 from tidewheel.outer.fragment import Fragment, Progress, fragments_of
 from tidewheel.outer.meeting import members_of, settings_differ
@@ -80,15 +82,15 @@ class Exchange(OuterExchange):
             weights = [(name, weight) for name, weight in named if name in set(names)]
             self._fragments.append(Fragment(folder, weights, config.outer, self._peers, self._wait, identity))
         self._longest_pause = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)
-        self._offered_at = 0.0
-        self._waiting = False
+        self._background = Background(self._limit)
+        self._wait_began: float | None = None
         self._figures: dict[str, float] = {}
 
     def _agree(self, store: Store, identity: dict[str, Any], run: str) -> None:
         """Write what all groups share, or compare it with what the first group has written; on rank 0."""
         outer = self._config
         shared = {name: getattr(outer, name) for name in ("groups", "every", "learning_rate", "momentum", "quantise",
-                                                          "fragments")}
+                                                          "fragments", "overlap", "merge")}
         shared |= {name: identity[name] for name in ("model", "global_sequences", "ramp", "data_seed", "shards",
                                                      "vocabulary_size")}
         if not store.exists(SETTINGS):
@@ -143,41 +145,74 @@ class Exchange(OuterExchange):
         return self._due(step) is not None
 
     def _due(self, step: int) -> Fragment | None:
-        """Return the first fragment whose round ends after this step."""
+        """Return the first fragment that publishes its outer gradient or takes an outcome after this step."""
         for fragment in self._fragments:
-            progress = fragment.progress
+            progress, ends = fragment.progress, step >= self._steps
             if fragment.replay is not None:
-                if step >= int(fragment.replay["step"]):
-                    return fragment
-            elif step >= progress.due or (step >= self._steps and step > progress.taken):
+                due = step >= int(fragment.replay["step"])
+            elif progress.sent >= 0:
+                due = ends or step >= progress.sent + self._config.overlap
+            else:
+                due = step >= progress.due or (ends and step > progress.covered)
+            if due:
                 return fragment
         return None
 
     def meet(self, step: int, ask: Callable[[], int], settle: Callable[[], None]) -> int:
+        self._background.join()
         fragment = self._due(step)
         assert fragment is not None, "is_due says when"
-        began = time.monotonic()
-        before = (fragment.sent_bytes, fragment.state_bytes, fragment.read_bytes)
         if fragment.replay is not None:
             self._take(fragment, step, int(fragment.replay["round"]), settle)
-            return 0
+        elif fragment.progress.sent >= 0:
+            return self._end_round(fragment, step, ask, settle)
+        elif not self._send(fragment, step):
+            self._take(fragment, step, fragment.newest(), settle)
+        return 0
+
+    def _send(self, fragment: Fragment, step: int) -> bool:
+        """Publish the outer gradient; return False if the round is over, or the gradient is not finite."""
+        newest = fragment.newest()
+        if newest > fragment.progress.round:
+            if self._is_behind(fragment, newest):
+                self._event("outer_left_out", step=step, round=fragment.progress.round + 1)
+            return False
+        if self._from_first(lambda: fragment.meetings.has_offered(fragment.progress.round + 1)):
+            fragment.progress = replace(fragment.progress, sent=step)
+            return True  # this group did so before a failure
+        fragment.load(fragment.progress.round)
+        gradient = fragment.gradient()
+        wrong = sum(float(part.isfinite().logical_not().any()) for part in gradient)
+        counts = self._collectives.sum(torch.tensor([wrong], dtype=torch.float64))
+        if self._collectives.to_host(counts).item():
+            self._event("outer_not_finite", step=step, round=fragment.progress.round + 1)
+            return False
+        fragment.prepare(gradient)
+        fragment.progress = replace(fragment.progress, sent=step)
+        self._background.start(fragment.publish)
+        return True
+
+    def _end_round(self, fragment: Fragment, step: int, ask: Callable[[], int], settle: Callable[[], None]) -> int:
+        """Wait for the decision of a round and take the outcome; return requests that interrupted the wait."""
+        began = time.monotonic()
         round_ = fragment.progress.round + 1
-        decision: Decision | None = None
-        if fragment.offered is not None or self._offer(fragment, step):
-            asked, decision = self._decided(fragment, round_, ask)
-            if asked:
-                return asked
+        asked, decision = self._decided(fragment, round_, ask)
+        if decision is None:
+            return asked
         waited = time.monotonic() - began
-        member = decision is not None and self._config.group in members_of(decision)
-        if decision is not None and member:
+        self._wait_began = None
+        member = self._config.group in members_of(decision)
+        if member:
             self._advance(fragment, decision)
-            self._take(fragment, step, round_, settle, loaded=True)
+            self._take(fragment, step, round_, settle)
+            if int(decision["by"]) == self._config.group:
+                self._background.start(partial(self._commit, fragment, decision))
         else:
             self._take(fragment, step, fragment.newest(), settle)
-        after = (fragment.sent_bytes, fragment.state_bytes, fragment.read_bytes)
-        sent, state, read = (new - old for new, old in zip(after, before))
-        read = int(self._collectives.to_host(self._collectives.sum(torch.tensor([read], dtype=torch.float64))).item())
-        members = sorted(members_of(decision)) if decision is not None else []
+        if step >= self._steps:
+            self._background.join()
+        sent, read, state = (int(value) for value in self._bytes(fragment))
+        members = sorted(members_of(decision))
         self._figures = {"outer_round": fragment.progress.round, "outer_members": len(members) if member else 0,
                          "outer_sent_bytes": sent, "outer_read_bytes": read, "outer_state_bytes": state,
                          "outer_wait_seconds": waited, "outer_seconds": time.monotonic() - began}
@@ -185,30 +220,24 @@ class Exchange(OuterExchange):
                     members=members, fragment=self._fragments.index(fragment), wait_seconds=round(waited, 3))
         return 0
 
-    def _offer(self, fragment: Fragment, step: int) -> bool:
-        """Publish the outer gradient; return False if the round is over, or the gradient is not finite."""
-        if fragment.newest() > fragment.progress.round:
-            return False
-        gradient = fragment.gradient()
-        wrong = sum(float(part.isfinite().logical_not().any()) for part in gradient)
-        counts = self._collectives.sum(torch.tensor([wrong], dtype=torch.float64))
-        if self._collectives.to_host(counts).item():
-            self._event("outer_not_finite", step=step, round=fragment.progress.round + 1)
-            return False
-        fragment.offer(gradient)
-        self._offered_at = time.monotonic()
-        self._waiting = False
-        return True
+    def _bytes(self, fragment: Fragment) -> list[float]:
+        """Return what a fragment has sent, read and committed since the last call, over all ranks."""
+        counts = [fragment.sent_bytes, fragment.read_bytes, fragment.state_bytes]
+        since = [count - before for count, before in zip(counts, fragment.reported)]
+        fragment.reported = counts
+        read = torch.tensor([since[1]], dtype=torch.float64)
+        since[1] = int(self._collectives.to_host(self._collectives.sum(read)).item())
+        return [float(value) for value in since]
 
     def _decided(self, fragment: Fragment, round_: int, ask: Callable[[], int]) -> tuple[int, Decision | None]:
         """Wait for the decision of a round, and make it if this group can; return (requests, decision)."""
         last = fragment.decision(round_ - 1)
+        reported = self._wait_began is not None
+        if self._wait_began is None:
+            self._wait_began = time.monotonic()
         pause = FIRST_POLL_SECONDS
         while True:
-            asked = self._collectives.from_first(ask() if self._leads else 0)
-            if asked:
-                return asked, None
-            patient = time.monotonic() - self._offered_at < self._config.patience_seconds
+            patient = time.monotonic() - self._wait_began < self._config.patience_seconds
 
             def look(patient: bool = patient) -> Decision | None:
                 return fragment.meetings.look(round_, last, patient=patient)
@@ -216,27 +245,29 @@ class Exchange(OuterExchange):
             decision = self._from_first(look)
             if decision is not None:
                 return 0, decision
-            if not self._waiting:
-                self._waiting = True
+            if not reported:
+                reported = True
                 self._event("outer_waits", round=round_, missing=self._from_first(
                     lambda: fragment.meetings.missing(round_, last)))
+            asked = self._collectives.from_first(ask() if self._leads else 0)
+            if asked:
+                return asked, None
             self._limit.pause(min(pause, self._longest_pause))
             pause *= 1.5
 
     def _advance(self, fragment: Fragment, decision: Decision) -> None:
-        """Compute the outcome of a round, and commit it if this group's proposal has won."""
+        """Compute the outcome of a round. The group whose proposal has won sees that the state before is committed."""
         round_ = int(decision["round"])
+        if fragment.loaded != round_ - 1:  # this group stopped after it had published its outer gradient
+            fragment.load(round_)
+            return
         own = int(decision["by"]) == self._config.group
-        if own:
+        if own and not fragment.states.exists(step_name(round_ - 1)):  # the group that had to do so has died
             previous = fragment.decision(round_ - 1)
-            if not fragment.states.exists(step_name(round_ - 1)):  # the group that should have committed it has died
-                fragment.commit(round_ - 1, sorted(members_of(previous)) if previous else [])
+            fragment.commit(round_ - 1, sorted(members_of(previous)) if previous else [])
         fragment.advance(decision, fragment.offered)
-        if own:
-            fragment.commit(round_, sorted(members_of(decision)))
-            self._from_first(lambda: fragment.clean_up(round_))
 
-    def _take(self, fragment: Fragment, step: int, round_: int, settle: Callable[[], None], *, loaded: bool = False,
+    def _take(self, fragment: Fragment, step: int, round_: int, settle: Callable[[], None], *,
               joins: bool = False) -> None:
         """Go on from the outer state of a round.
 
@@ -245,38 +276,48 @@ class Exchange(OuterExchange):
             step: the last step done.
             round_: the round.
             settle: waits until the weights may change.
-            loaded: the fragment has it already.
-            joins: the round did not end with this step; the next one ends a whole interval later.
+            joins: the group comes in between two rounds, so the next one ends a whole interval later.
         """
         progress = fragment.progress
-        record = {"step": step, "round": round_, "joins": joins}
+        follows = round_ == progress.round + 1 and fragment.loaded == round_
+        record = {"step": step, "round": round_, "joins": joins, "sent": progress.sent if follows else -1}
         noted = self._from_first(lambda: fragment.takes.decide(progress.takes, record))
         if int(noted["step"]) != step:
             raise StorageError(f"another process of group {self._config.group} has gone on after step {noted['step']}",
                                where=fragment.store.uri, fix="start each group once, with outer.group of its own")
-        if int(noted["round"]) != round_:
-            round_, loaded = int(noted["round"]), False
-        if not loaded:
-            try:
-                fragment.load(round_)
-            except CheckpointError:
-                newest = fragment.newest()
-                if newest <= round_ or fragment.states.exists(step_name(round_)):
-                    raise
-                self._event("outer_history_gone", step=step, round=round_, newest=newest)
-                round_ = newest
-                fragment.load(round_)
+        round_, sent = self._load(fragment, step, int(noted["round"])), int(noted["sent"])
         settle()
+        merge = self._config.merge if 0 <= sent < step else 0.0
         with torch.no_grad():
             for (name, _), weight in zip(fragment.named, fragment.weights):
-                weight.copy_(local(fragment.base[name]))
+                base = local(fragment.base[name])
+                weight.copy_(base if not merge else base + (weight - base) * merge)
         self._model.refresh()
-        index = self._fragments.index(fragment)
-        interval = self._config.offset(index) if noted["joins"] else self._config.every
-        fragment.progress = Progress(round_, progress.takes + 1, step, step + interval)
+        last = sent if sent >= 0 else step
+        interval = self._config.offset(self._fragments.index(fragment)) if noted["joins"] else self._config.every
+        fragment.progress = Progress(round_, progress.takes + 1, last, last + interval)
         fragment.offered = None
         self._look_for_replay(fragment)
         self._announce(fragment, step)
+
+    def _load(self, fragment: Fragment, step: int, round_: int) -> int:
+        """Set the outer state to that of a round, or of the newest if that one is no longer kept; return which."""
+        try:
+            fragment.load(round_)
+        except CheckpointError:
+            newest = fragment.newest()
+            if newest <= round_ + self._config.keep - 1:
+                raise
+            self._event("outer_history_gone", step=step, round=round_, newest=newest)
+            fragment.load(newest)
+            return newest
+        return round_
+
+    def _commit(self, fragment: Fragment, decision: Decision) -> None:
+        """Commit the outcome of a round, and delete what is kept no longer."""
+        round_ = int(decision["round"])
+        fragment.commit(round_, sorted(members_of(decision)))
+        self._from_first(lambda: fragment.clean_up(round_))
 
     def _announce(self, fragment: Fragment, step: int) -> None:
         """Tell the others whether this group takes part in the next round."""
@@ -286,7 +327,11 @@ class Exchange(OuterExchange):
 
     # -- what the loop reads -------------------------------------------------------------------------
     def state(self) -> list[dict[str, Any]]:
+        self._background.join()  # a checkpoint that says that an outer gradient is published can rely on it
         return [asdict(fragment.progress) for fragment in self._fragments]
+
+    def base(self) -> int:
+        return sum(fragment.progress.round for fragment in self._fragments)
 
     def figures(self) -> dict[str, float]:
         figures, self._figures = self._figures, {}

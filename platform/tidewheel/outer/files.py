@@ -24,6 +24,7 @@ from tidewheel.storage import Store, content_hash
 T = TypeVar("T")
 Persist = Callable[[Callable[[], Any]], Any]
 Flat = Mapping[str, torch.Tensor]
+FIX = "restore it from a copy; or start the group again once another has committed a newer state, which it takes"
 
 
 class Folder:
@@ -94,7 +95,7 @@ class Folder:
         where = self.store.at(name)
         if expected and content_hash(text.encode()) != expected:
             raise CheckpointError("its manifest is not the one that the round was decided with", where=where,
-                                  fix="restore it from a copy; or start the group again, which takes the newest state")
+                                  fix=FIX)
         manifest = parse_manifest(text.encode(), name, where)
         failed: Exception | None = None
         try:
@@ -114,7 +115,7 @@ class Folder:
             if entry is None or entry.shape != tuple(tensor.shape) or entry.dtype != dtype_name(tensor):
                 stored = "is missing" if entry is None else f"is {entry.dtype} {list(entry.shape)}"
                 raise CheckpointError(f"{path} {stored}, expected {dtype_name(tensor)} {list(tensor.shape)}",
-                                      where=self.store.at(name), fix="give all groups the same model and outer settings")
+                                      where=self.store.at(name), fix="give all groups the same model and settings")
             own = own_box(tensor)
             for chunk in manifest.chunks(path, own):
                 request = Request.of(local(tensor), own, chunk.box, getattr(torch, entry.dtype), chunk.start)
@@ -126,7 +127,7 @@ class Folder:
             self.read_bytes += len(data)
             if len(data) != file.bytes or content_hash(data) != file.hash:
                 raise CheckpointError(f"{file.key} is damaged", where=self.store.at(name),
-                                      fix="restore it from a copy; or start the group again, which takes the newest state")
+                                      fix=FIX)
             content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for request in wanted:
                 request.fill(content[request.start:request.end])

@@ -34,10 +34,12 @@ class Progress:
     """Round whose outer state was taken last; -1: none."""
     takes: int = 0
     """Outer states taken so far."""
-    taken: int = 0
-    """Step after which the last one was taken."""
+    covered: int = 0
+    """Last step whose weights the last outcome includes."""
     due: int = 0
-    """Step after which the next round ends."""
+    """Step after which the next outer gradient is published."""
+    sent: int = -1
+    """Step after which it was published, until the outcome of its round is taken; -1: it is not."""
 
 
 @dataclass
@@ -64,10 +66,14 @@ class Fragment:
     """The record of the next outer state taken, if this group took it before a failure."""
     offered: dict[str, torch.Tensor] | None = None
     """The tensors of this group's offer, if it has made one in the next round."""
+    loaded: int = -1
+    """Round of the outer state in memory; -1: none."""
     sent_bytes: int = 0
     """Bytes of offers that this group has sent."""
     state_bytes: int = 0
     """Bytes of outer states that this group has committed."""
+    reported: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Bytes sent, read and committed when they were last reported."""
 
     def __post_init__(self) -> None:
         self.meetings = Meetings(self.store, self.config.group, self.config.groups)
@@ -95,18 +101,22 @@ class Fragment:
             return [weight.clone() for weight in self.weights]
         return [local(self.base[name]) - weight for (name, _), weight in zip(self.named, self.weights)]
 
-    def offer(self, gradient: Sequence[torch.Tensor]) -> None:
-        """Publish an outer gradient for the next round."""
-        round_, flat = self.progress.round + 1, {}
+    def prepare(self, gradient: Sequence[torch.Tensor]) -> None:
+        """Make an offer in the next round of an outer gradient; `publish` follows."""
+        self.offered = {}
         for (name, weight), part in zip(self.named, gradient):
             shapes = quantise.shapes(weight.shape, self.config.quantise)
             for kind, tensor in quantise.encode(part, self.config.quantise).items():
-                flat[f"{kind}/{name}"] = placed_like(weight, tensor, shapes[kind][1])
+                self.offered[f"{kind}/{name}"] = placed_like(weight, tensor, shapes[kind][1])
+
+    def publish(self) -> None:
+        """Publish the offer; a thread may do so while training goes on."""
+        assert self.offered is not None
+        round_ = self.progress.round + 1
         unique = self.peers.from_first(lambda: uuid.uuid4().int % 10**13)
         name = step_name(round_, f"g{self.config.group + 1}{unique:013d}")
-        digest, sent = self.offers.write(name, round_, flat, {"group": self.config.group})
+        digest, sent = self.offers.write(name, round_, self.offered, {"group": self.config.group})
         self.peers.from_first(lambda: self.persist(lambda: self.meetings.offer(round_, name, digest)))
-        self.offered = flat
         self.sent_bytes += sent
 
     def _received(self, decision: Decision, own: dict[str, torch.Tensor] | None) -> Iterator[list[torch.Tensor]]:
@@ -142,12 +152,13 @@ class Fragment:
             local(self.base[name]).copy_(weight)
         for momentum in self.momenta.values():
             local(momentum).zero_()
+        self.loaded = 0
         self.commit(0, [])
         self.peers.from_first(lambda: self.persist(lambda: self.meetings.decisions.decide(
             0, {"round": 0, "by": self.config.group, "members": []})))
 
     def load(self, round_: int) -> None:
-        """Set the outer state to that of a round.
+        """Set the outer state to that of a round, unless it is that already.
 
         A round whose outer state nobody has committed follows from the state before and the offers; it is committed.
 
@@ -155,8 +166,12 @@ class Fragment:
             CheckpointError: it is damaged, or neither the state nor the offers are kept.
         """
         name = step_name(round_)
+        if self.loaded == round_:
+            return
         if self.states.exists(name):
+            self.loaded = -1
             self.states.read(name, self._flat())
+            self.loaded = round_
             return
         decision = self.decision(round_)
         if decision is None or not decision["members"]:
@@ -174,6 +189,7 @@ class Fragment:
             own: this group's offer; None: read it.
         """
         gradients = mean(self._received(decision, own))
+        self.loaded = int(decision["round"])
         base = [local(self.base[name]) for name, _ in self.named]
         if self.config.averages_weights:
             for weight, value in zip(base, gradients):

@@ -54,6 +54,10 @@ class Meetings:
         """
         self.store.write_json(self._key(round_, OFFER), {"offer": name, "hash": digest})
 
+    def has_offered(self, round_: int) -> bool:
+        """Return whether this group has published its outer gradient of a round."""
+        return self.store.exists(self._key(round_, OFFER))
+
     def look(self, round_: int, last: Decision | None, *, patient: bool) -> Decision | None:
         """Return the decision of a round, which this call makes if it can; None: groups are missing.
 

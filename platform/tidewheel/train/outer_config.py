@@ -45,6 +45,11 @@ class OuterConfig(Config):
     fragments: int = Field(default=1, ge=1)
     """Parts of the model that meet in rounds of their own, evenly spread over `every` steps, so that less is sent at a
     time (streaming DiLoCo, https://arxiv.org/abs/2501.18512). Layer i is in part i modulo `fragments`."""
+    overlap: int = Field(default=0, ge=0)
+    """Steps that go on between the publication of an outer gradient and the outcome of its round, so that nothing waits
+    for the network."""
+    merge: float = Field(default=0.5, ge=0, lt=1)
+    """With `overlap`: share of a group's own weights when it takes an outcome, which lacks its steps in between."""
     patience_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """How long a group that is ready waits for the others. Then the round is decided without those that are late, which
     take the newest outer state when they come and go on from there."""
@@ -60,6 +65,9 @@ class OuterConfig(Config):
         if self.fragments > self.every:
             raise ValueError(f"fragments {self.fragments} meet one after the other within every {self.every} steps; "
                              f"nearest legal choice: fragments {self.every}")
+        if self.overlap >= self.every:
+            raise ValueError(f"overlap {self.overlap} is not shorter than the {self.every} steps between two rounds; "
+                             f"nearest legal choice: overlap {self.every - 1}")
         return self
 
     @property
@@ -83,16 +91,16 @@ def reason_against(config: TrainConfig) -> str | None:
     if outer is None:
         return None
     if config.rollouts is not None:
-        return f"outer exchanges what groups have learnt from their share of a data set, which rollouts are not; {last}: no outer"
+        return f"outer shares one data set among groups, but rollouts are a group's own; {last}: no outer"
     if config.guards.may_roll_back:
-        return (f"outer with a guard that rolls back, but the rounds since the checkpoint cannot be undone; {last}: skip "
-                "in guards.non_finite and guards.spike")
+        return (f"outer with a guard that rolls back, but the rounds since the checkpoint cannot be undone; {last}: "
+                "skip in guards.non_finite and guards.spike")
     for name in ("tensor", "pipeline", "context", "expert"):
         if getattr(config.parallel, name) > 1:
             return (f"outer with parallel.{name} {getattr(config.parallel, name)}: outer steps work with data "
                     f"parallelism alone; {last}: parallel.{name} 1, with data zero2 or zero3")
     if config.parallel.offload:
-        return f"outer keeps its start weights beside the model's, which parallel.offload keeps elsewhere; {last}: offload false"
+        return f"outer keeps its start weights on the device, and parallel.offload frees it; {last}: offload false"
     if config.parameters != "fp32":
         return f"outer gradients are differences of fp32 weights, but parameters is {config.parameters}; {last}: fp32"
     if config.adapter is not None:

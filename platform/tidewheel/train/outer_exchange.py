@@ -45,6 +45,9 @@ class OuterExchange(Protocol):
     def state(self) -> list[dict[str, Any]]:
         """Return the JSON values for a checkpoint."""
 
+    def base(self) -> int:
+        """Return the number of the outer state that the weights go on from, added over fragments."""
+
     def figures(self) -> dict[str, float]:
         """Return what the last round sent, read and took, for the metrics; {} after it was called."""
 

@@ -50,6 +50,8 @@ class Recording:
         figures |= expert_figures(result.experts)
         if result.sources:
             figures |= self._by_source(result)
+        if training.outer is not None:
+            figures["outer_base"] = training.outer.base()
         if training.loss_scale is not None:
             figures["loss_scale"] = training.loss_scale.scale
         if training.leads:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,32 +118,59 @@ def train_with(settings: TrainConfig, generation: int, **script: Any) -> Script:
     return control
 
 
-def repeating(folder: Path, *overrides: str) -> TrainConfig:
-    return group(folder, 0, 1, "checkpoint.every_steps=5", *overrides, every=3, keep=3)
+STREAMING = {"every": 4, "fragments": 2, "overlap": 1, "merge": 0.25, "quantise": "int8"}
+"""The first fragment is sent after steps 2 and 6, the second after step 4; outcomes come a step later, or last."""
 
 
-@pytest.fixture
-def undisturbed(folder: Path) -> Iterator[dict[str, str]]:
-    """Train alone without a failure; yield the digests, with the folder as it was before."""
-    train_with(repeating(folder), 0)
-    groups = digest(str(folder / "runs/g0")).groups
+@pytest.mark.parametrize(("outer", "save", "dies"), [
+    ({"every": 3}, 2, (1, 3, 5, 7)), ({"every": 3}, 5, (4, 7)), (STREAMING, 2, (1, 3, 5, 7)), (STREAMING, 5, (4, 7))])
+def test_a_worker_that_repeats_steps_takes_the_same_outcomes(folder: Path, outer: dict[str, Any], save: int,
+                                                             dies: tuple[int, ...]):
+    """The worker dies before rounds and behind them, after checkpoints and with rounds since the last one."""
+    settings = group(folder, 0, 1, f"checkpoint.every_steps={save}", keep=3, **outer)
+    train_with(settings, 0)
+    undisturbed = digest(str(folder / "runs/g0")).groups
+    offers = sorted(path.parent.name for path in (folder / "outer").rglob("offers/*/manifest.json"))
     for name in ("runs", "outer"):
         shutil.rmtree(folder / name)
-    yield groups
-
-
-@pytest.mark.parametrize("die", [2, 4, 7])
-def test_a_worker_that_repeats_steps_takes_the_same_outcomes(folder: Path, undisturbed: dict[str, str], die: int):
-    """The checkpoint of step 5 lies between the rounds after steps 3 and 6; step 0 has none."""
-    with pytest.raises(Replaced):
-        train_with(repeating(folder), 0, die=die)
-    before = {path.name: path.read_bytes() for path in (folder / "outer/decisions").glob("*.json")}
-    offers = len(list((folder / "outer/offers").iterdir())) if (folder / "outer/offers").exists() else 0
-    train_with(repeating(folder), 1)
+    for generation, die in enumerate(dies):
+        with pytest.raises(Replaced):
+            train_with(settings, generation, die=die)
+    before = {path: path.read_bytes() for path in (folder / "outer").rglob("decisions/*.json")}
+    train_with(settings, len(dies))
     assert digest(str(folder / "runs/g0")).groups == undisturbed
-    assert all((folder / "outer/decisions" / name).read_bytes() == content for name, content in before.items())
-    assert len(list((folder / "outer/offers").iterdir())) == 3, "no round was offered to twice"
-    assert offers == (die >= 3) + (die >= 6)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    again = sorted(path.parent.name for path in (folder / "outer").rglob("offers/*/manifest.json"))
+    assert [name[:13] for name in again] == [name[:13] for name in offers], "no outer gradient was published twice"
+
+
+def test_steps_that_go_on_meanwhile_are_merged(folder: Path):
+    """With rate 1 and no momentum the outcome is the weights as they were when they were sent."""
+    every = ("checkpoint.every_steps=1", "checkpoint.keep_last=99")
+    fit_local(config(folder, "plain", *BASE, *every, "steps=6"))
+    fit_local(group(folder, 0, 1, *every, "steps=6", every=4, overlap=1, merge=0.25, learning_rate=1, momentum=0))
+
+    def weights(run: str, step: int) -> dict[str, torch.Tensor]:
+        held = tensors(folder / f"runs/{run}/checkpoints/step_{step:08d}")
+        return {name: value for name, value in held.items() if name.startswith("model/")}
+
+    sent, now, taken = weights("plain", 4), weights("plain", 5), weights("g0", 5)
+    for name, value in taken.items():
+        torch.testing.assert_close(value, 0.75 * sent[name] + 0.25 * now[name])
+    assert model(folder / "outer") == model(folder / "runs/g0"), "the last round has no steps behind it"
+
+
+def test_fragments_of_two_groups_meet_in_rounds_of_their_own(folder: Path):
+    train_together([group(folder, number, 2, **STREAMING) for number in range(2)])
+    assert model(folder / "runs/g0") == model(folder / "runs/g1")
+    whole = tensors(folder / "runs/g0/checkpoints/step_00000008")
+    held: dict[str, torch.Tensor] = {}
+    for index, rounds in ((0, 3), (1, 2)):
+        steps = [event["step"] for event in events(folder, "g0", "outer_round") if event["fragment"] == index]
+        assert steps == [[3, 7, 8], [5, 8]][index]
+        held |= tensors(folder / f"outer/fragment_{index:02d}/checkpoints/step_{rounds:08d}")
+    assert all(torch.equal(whole[name], value) for name, value in held.items() if name.startswith("model/"))
+    assert {name for name in held if name.startswith("model/")} == {name for name in whole if name.startswith("model/")}
 
 
 def test_a_stop_interrupts_the_wait_for_others(folder: Path):
@@ -163,7 +189,8 @@ def test_a_state_that_nobody_committed_follows_from_the_offers(folder: Path):
     final = folder / "outer/checkpoints/step_00000003"
     before = model(folder / "outer")
     shutil.rmtree(final)
-    fit_local(group(folder, 0, 2, "run.id=other", "steps=2", quantise="int8", patience_seconds=0.01, store=joined(folder)))
+    fit_local(group(folder, 0, 2, "run.id=other", "steps=2", quantise="int8", patience_seconds=0.01,
+                    store=joined(folder)))
     assert model(final) == before
 
 
@@ -206,7 +233,9 @@ def test_settings_that_cannot_work_name_the_nearest_that_can():
     refused(r"group 2 of 2 groups.*nearest legal choice: 1", group=2)
     refused(r"fragments 9 .*nearest legal choice: fragments 4", every=4, fragments=9)
     refused(r"(?s)every_step.*did you mean.*every", every_step=4)
-    refused(r"parallel\.tensor 2.*nearest legal choice: parallel\.tensor 1", "parallel.tensor=2", "elastic.max_workers=2")
+    refused(r"parallel\.tensor 2.*nearest legal choice: parallel\.tensor 1", "parallel.tensor=2",
+            "elastic.max_workers=2")
+    refused(r"overlap 50.*nearest legal choice: overlap 49", overlap=50)
     refused(r"(?s)rolls back.*nearest legal choice: skip", "guards.spike=rollback")
     refused(r"nearest legal choice: offload false", "parallel.offload=true")
     refused(r"nearest legal choice: fp32", "parameters=bf16", "precision=bf16")

@@ -75,7 +75,8 @@ def test_a_group_that_has_finished_is_not_waited_for(tmp_path: Path):
 
 
 def test_fragments_hold_every_weight_once():
-    names = ["embedding.weight", *(f"blocks.{layer}.{part}" for layer in range(5) for part in ("a", "b")), "norm.weight"]
+    layers = [f"blocks.{layer}.{part}" for layer in range(5) for part in ("a", "b")]
+    names = ["embedding.weight", *layers, "norm.weight"]
     parts = fragments_of(names, 3)
     assert sorted(name for part in parts for name in part) == sorted(names)
     assert [part[0] for part in parts] == ["embedding.weight", "blocks.1.a", "blocks.2.a"]

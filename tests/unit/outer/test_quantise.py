@@ -52,7 +52,8 @@ def test_the_bits_do_not_depend_on_how_rows_are_shared(kind: str, number: int, w
 def test_vectors_and_scalars_keep_their_shape(kind: str):
     for gradient in (torch.tensor([0.1, -3.0, 7.5]), torch.tensor(0.25)):
         sent = encode(gradient, kind)
-        assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()} == shapes(gradient.shape, kind)
+        stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()}
+        assert stored == shapes(gradient.shape, kind)
         torch.testing.assert_close(decode(sent, kind, 3), gradient, rtol=0.01, atol=0)
 
 
