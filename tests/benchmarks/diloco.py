@@ -3,7 +3,7 @@
     nice -n 10 python -m tests.benchmarks.diloco [--steps 400] [--every 50] [--seeds 2] [--output FOLDER]
 
 A Llama of 128 x 2 layers (that of `tests.benchmarks.families`) trains on ../shared/corpus. All rows read the same
-tokens in as many steps: one run with batches of 8 rows, 2 groups with 4 rows each, 4 groups with 2 rows each. Groups
+tokens in as many steps: one run with batches of 4 rows, 2 groups with 2 rows each, 4 groups with 1 row each. Groups
 train in threads of this process, except for the row in which one is killed: there each is a process of its own, and
 one gets SIGKILL and starts again after the other has decided a round without it.
 
@@ -41,7 +41,7 @@ from tidewheel.train.loop import train
 from tidewheel.train.record import read_result
 from tidewheel.train.runtime import Runtime
 
-ROWS = 8
+ROWS = 4
 """Rows of a step of all groups together."""
 REACH = 0.15
 """Largest distance of a row's mean loss above that of the run without groups, in nats a token."""

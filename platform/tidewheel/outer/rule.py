@@ -5,11 +5,11 @@ Each operation is one rounding of one element, so the result has the same bits o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-Tensors = Sequence[torch.Tensor]
+Tensors = list[torch.Tensor]
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def mean(members: Iterable[Tensors]) -> list[torch.Tensor]:
         if count == 1:
             total = [tensor.clone() for tensor in tensors]
         elif total:
-            torch._foreach_add_(total, list(tensors))
+            torch._foreach_add_(total, tensors)
     if total and count > 1:
         torch._foreach_div_(total, float(count))
     return total
