@@ -21,7 +21,7 @@ Decision = dict[str, Any]
 class Decisions:
     """Decisions 0, 1, 2, ... in a folder. Older ones than the newest `commit_protocol.KEPT_SLOTS` may be gone.
 
-    Every method raises StorageError if the store does not answer; calling it again is safe.
+    Every method raises StorageError if the store does not answer or a decision is damaged; calling it again is safe.
 
     Args:
         store: the folder.
@@ -36,7 +36,11 @@ class Decisions:
         return int(number)
 
     def get(self, number: int) -> Decision | None:
-        """Return a decision, None if it is not made yet or no longer kept."""
+        """Return a decision, None if it is not made yet or no longer kept.
+
+        Raises:
+            StorageError: it is damaged.
+        """
         try:
             data = self._store.read(protocol.slot_name(number))
         except FileNotFoundError:
@@ -54,6 +58,9 @@ class Decisions:
         Args:
             number: one more than the newest that the caller knows, or an earlier one.
             proposed: JSON values.
+
+        Raises:
+            StorageError: the decision is no longer kept.
         """
         conditional = creates_are_conditional(self._store)
         writer = uuid.uuid4().hex

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -123,7 +124,7 @@ class Folder:
                 requests[chunk.file].append(request)
         for index, wanted in requests.items():
             file = manifest.files[index]
-            data = self._persist(lambda file=file: self.store.read(f"{name}/{file.key}"))
+            data = self._persist(partial(self.store.read, f"{name}/{file.key}"))
             self.read_bytes += len(data)
             if len(data) != file.bytes or content_hash(data) != file.hash:
                 raise CheckpointError(f"{file.key} is damaged", where=self.store.at(name),

@@ -74,6 +74,9 @@ class Training:
             timeline: the worker's ledger.
             watch: notices hangs.
             retry: waits for storage.
+
+        Raises:
+            ValueError: the run has other groups, and `runtime` has nothing to meet them with.
         """
         config = run.config
         source, _ = run.data()
