@@ -16,6 +16,7 @@ group that was left out takes the newest.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -41,6 +42,8 @@ from tidewheel.train.storage_wait import StorageWait, limit_of
 
 if TYPE_CHECKING:
     from tidewheel.train.training import Training
+
+logger = logging.getLogger(__name__)
 
 SETTINGS = "outer.json"
 """What all groups share, written by the first."""
@@ -293,6 +296,7 @@ class Exchange(OuterExchange):
                 base = local(fragment.base[name])
                 weight.copy_(base if not merge else base + (weight - base) * merge)
         self._model.refresh()
+        logger.info("goes on from the outer state of round %d after step %d", round_, step)
         last = sent if sent >= 0 else step
         interval = self._config.offset(self._fragments.index(fragment)) if noted["joins"] else self._config.every
         fragment.progress = Progress(round_, progress.takes + 1, last, last + interval)
