@@ -7,10 +7,10 @@ tokens in as many steps: one run with batches of 4 rows, 2 groups with 2 rows ea
 train in threads of this process, except for the row in which one is killed: there each is a process of its own, and
 one gets SIGKILL and starts again after the other has decided a round without it.
 
-Bytes are those of one group per step and parameter: what it writes to storage for the others, and what it reads of
-theirs, from the runs' own metrics. Outer states, which the groups commit besides, are in a column of their own. They
-are compared with the fp32 gradients that a ring all-reduce among as many groups sends in each step,
-2 (groups - 1) / groups x 4 bytes (and receives as many).
+Outer gradients are sent in int4, unless a row says otherwise. Bytes are those of one group per step and parameter: what
+it writes to storage for the others, and what it reads of theirs, from the runs' own metrics. Outer states, which the
+groups commit besides, are in a column of their own. They are compared with the fp32 gradients that a ring all-reduce
+among as many groups sends in each step, 2 (groups - 1) / groups x 4 bytes (and receives as many).
 
 A run that is in the output folder is not trained again. The exit code is 1 if a row sends less than 100 times fewer
 bytes, if its loss is more than `REACH` above that of the run without groups, or if the killed group did not come back.
@@ -62,15 +62,19 @@ class Row:
     """Initial values; 0: those of the command line."""
     killed: bool = False
     """Whether group 1 is killed on the way."""
+    checked: bool = True
+    """Whether its loss must be near that of one run."""
 
 
+SHORT = {"quantise": "int4", "momentum": 0.5}
+"""Settings of a short run: with the paper's momentum of 0.9, each outer gradient counts 7 times in the end, too often
+while all groups still move in one direction. The row with 0.9 shows it."""
 ROWS_OF_TABLE = [
-    Row("one run", 1), Row("2 groups, int4", 2, {"quantise": "int4"}), Row("4 groups, int4", 4, {"quantise": "int4"}),
-    Row("2 groups, int4, 2 fragments, overlap 2", 2, {"quantise": "int4", "fragments": 2, "overlap": 2}, seeds=1),
-    Row("2 groups, int4, one killed at 40 %", 2, {"quantise": "int4", "patience_seconds": PATIENCE}, seeds=1,
-        killed=True),
-    Row("2 groups, fp32", 2, {}, seeds=1),
-    Row("2 groups, weights averaged (local SGD)", 2, {"learning_rate": 1, "momentum": 0}, seeds=1)]
+    Row("one run", 1), Row("2 groups", 2, SHORT), Row("4 groups", 4, SHORT),
+    Row("2 groups, 2 fragments, overlap 2", 2, {**SHORT, "fragments": 2, "overlap": 2}, seeds=1),
+    Row("2 groups, one killed at 40 %", 2, {**SHORT, "patience_seconds": PATIENCE}, seeds=1, killed=True),
+    Row("2 groups, weights averaged in fp32 (local SGD)", 2, {"learning_rate": 1, "momentum": 0}, seeds=1),
+    Row("2 groups, momentum 0.9", 2, {"quantise": "int4"}, seeds=1, checked=False)]
 
 
 def config(folder: Path, row: Row, group: int, seed: int, steps: int, every: int) -> TrainConfig:
@@ -192,7 +196,7 @@ def main() -> int:
         table.append({**line, "rounds": f"{found[0].rounds}, all in {found[0].complete}", "sent": f"{sent:.4f}",
                       "received": f"{received:.4f}", "all-reduce": f"{ring:g}", "times fewer": f"{ring / sent:,.0f}",
                       "states": f"{states:.4f}", "waited, s": f"{found[0].waited:.1f}"})
-        if loss > base + REACH:
+        if row.checked and loss > base + REACH:
             wrong.append(f"{row.name}: loss {loss:.3f}, {loss - base:.3f} above one run")
         if ring / sent < FEWER and row.outer.get("quantise"):
             wrong.append(f"{row.name}: {ring / sent:.0f} times fewer bytes")
