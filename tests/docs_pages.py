@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TASKS = ("first_run", "csv_to_model", "bring_your_data", "inputs", "clean_text", "pretrain_on_a_cluster",
-         "on_kubernetes", "spot_training", "recover", "write_a_filter",
+         "on_kubernetes", "spot_training", "diloco", "recover", "write_a_filter",
          "write_an_optimizer", "write_an_objective", "write_a_callback", "write_a_reward", "add_a_model",
          "long_context", "sft", "preferences", "distillation",
          "adapters", "evaluation", "reinforcement", "write_an_environment", "coming_from")

@@ -208,38 +208,51 @@ class CommitLog:
         return head
 
     def _run(self, steps: protocol.Protocol) -> Any:
-        """Execute the requests of a protocol and return its result."""
-        answer: Any = None
-        try:
-            while True:
-                answer = self._execute(steps.send(answer))
-        except StopIteration as stop:
-            return stop.value
-        except ValueError as error:
-            raise StorageError(f"a record is damaged: {error}", where=self._store.uri,
-                               fix="delete the damaged record, which has the highest number; then the record "
-                               "before it counts") from None
-        except SlotsContested:
-            raise StorageAwayError("other writers of this run came first at every try", where=self._store.uri,
-                                   fix="try again, and stop the other writer if it should not be running") from None
+        return run_protocol(self._store, steps)
 
-    def _execute(self, request: protocol.Request) -> Any:
-        match request:
-            case protocol.List():
-                return [entry.key for entry in self._store.list()]
-            case protocol.Get(name):
-                try:
-                    return self._store.read(name)
-                except FileNotFoundError:
-                    return None
-            case protocol.Create(name, data):
-                return self._store.create(name, data)
-            case protocol.Put(name, data):
-                return self._store.write(name, data)
-            case protocol.Delete(name):
-                return self._store.delete(name)
-            case protocol.Pause(attempt):
-                return time.sleep(_JITTER.random() * PAUSE_SECONDS * min(attempt, 20))
+
+def run_protocol(store: Store, steps: protocol.Protocol) -> Any:
+    """Execute the requests of a protocol and return its result.
+
+    Args:
+        store: the folder of the log.
+        steps: the protocol.
+
+    Raises:
+        StorageError: the store does not answer, a record is damaged, or other writers came first at every try.
+    """
+    answer: Any = None
+    try:
+        while True:
+            answer = _execute(store, steps.send(answer))
+    except StopIteration as stop:
+        return stop.value
+    except ValueError as error:
+        raise StorageError(f"a record is damaged: {error}", where=store.uri,
+                           fix="delete the damaged record, which has the highest number; then the record "
+                           "before it counts") from None
+    except SlotsContested:
+        raise StorageAwayError("other writers of this run came first at every try", where=store.uri,
+                               fix="try again, and stop the other writer if it should not be running") from None
+
+
+def _execute(store: Store, request: protocol.Request) -> Any:
+    match request:
+        case protocol.List():
+            return [entry.key for entry in store.list()]
+        case protocol.Get(name):
+            try:
+                return store.read(name)
+            except FileNotFoundError:
+                return None
+        case protocol.Create(name, data):
+            return store.create(name, data)
+        case protocol.Put(name, data):
+            return store.write(name, data)
+        case protocol.Delete(name):
+            return store.delete(name)
+        case protocol.Pause(attempt):
+            return time.sleep(_JITTER.random() * PAUSE_SECONDS * min(attempt, 20))
 
 
 def taken_over(where: str, head: Record | None) -> OwnershipError:

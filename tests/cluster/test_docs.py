@@ -34,7 +34,7 @@ SILENT_SECONDS = 500
 LONG = ("csv_to_model", "pretrain_on_a_cluster", "spot_training", "recover", "add_a_model", "bring_your_data", "inputs",
         "clean_text", "write_a_filter", "write_an_optimizer", "write_an_objective", "write_a_callback", "long_context",
         "sft", "preferences", "adapters", "distillation", "evaluation", "reinforcement", "write_a_reward",
-        "on_kubernetes", "write_an_environment", "coming_from")
+        "on_kubernetes", "write_an_environment", "coming_from", "diloco")
 #: Pages that run many pipelines: on one cluster, as where RAY_ADDRESS is set. The others start a Ray for each command.
 ON_ONE_CLUSTER = ("first_run", "bring_your_data", "clean_text", "csv_to_model", "inputs", "write_a_filter",
                   "write_an_optimizer", "write_an_objective", "write_a_callback", "long_context", "sft", "preferences",

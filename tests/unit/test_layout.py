@@ -35,7 +35,7 @@ LEVELS = [
     ("data", "models"),
     ("rewards",), ("environments", "engines"),
     ("train",),
-    ("checkpoint", "cluster"),
+    ("checkpoint", "cluster"), ("outer",),
     ("inference",), ("post",),
     ("report",),
     ("elastic", "plan", "kubernetes", "imports", "launch"),

@@ -187,6 +187,7 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
     from tidewheel.inference.answers import answer
     from tidewheel.inference.during_training import check_tasks, task_scores
     from tidewheel.inference.sample import text_sample
+    from tidewheel.outer.exchange import Exchange
     from tidewheel.train.collectives import Collectives
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
@@ -205,7 +206,7 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
             if split := split_groups(where, tensor):
                 control.event("tensor_groups_split", groups=split, of=where.world_size // tensor, tensor=tensor)
         runtime = Runtime(rank=where.rank, world_size=where.world_size, device=device, group=group, control=control,
-                          sampler=text_sample, answerer=answer, tasks=task_scores)
+                          sampler=text_sample, answerer=answer, tasks=task_scores, outer=Exchange)
         runtime.generation = first_generation(Collectives(runtime).from_first(epoch))
         manager = CheckpointManager.of(run.checkpoints, run.config.checkpoint,
                                        lambda kind, detail: runtime.control.event(kind, **detail),

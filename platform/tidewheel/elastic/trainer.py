@@ -231,6 +231,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     from tidewheel.inference.answers import answer
     from tidewheel.inference.during_training import check_tasks, task_scores
     from tidewheel.inference.sample import text_sample
+    from tidewheel.outer.exchange import Exchange
     from tidewheel.post.running import making_rollouts, prepare
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
@@ -254,7 +255,8 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         try:
             with logging_process(config.logs, run.store, run=config.run.id, node=socket.gethostname(), capture=False):
                 return train(run, Runtime(device=device, checkpoints=manager, control=control, generation=generation,
-                                          sampler=text_sample, answerer=answer, tasks=task_scores))
+                                          sampler=text_sample, answerer=answer, tasks=task_scores,
+                                          outer=Exchange))
         finally:
             close_own_group()
             manager.break_off()  # an upload that the run did not wait for must not go on beside the next one

@@ -168,6 +168,7 @@ def _train(run: Run, order: Join, node: str, control: RunControl, group: Generat
     from tidewheel.inference.answers import answer
     from tidewheel.inference.during_training import task_scores
     from tidewheel.inference.sample import text_sample
+    from tidewheel.outer.exchange import Exchange
     from tidewheel.train.logs.line import HERE
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Preempted, Runtime
@@ -185,8 +186,8 @@ def _train(run: Run, order: Join, node: str, control: RunControl, group: Generat
             train(run, Runtime(rank=order.rank, world_size=order.world_size, device=device,
                                generation=generation, checkpoints=checkpoints, control=control,
                                gauges=_gauges(config.run.id), node=node, history=order.past, limit=limit,
-                               sampler=text_sample, answerer=answer, tasks=task_scores, evaluated_beside=True,
-                               group=group, kept=kept))
+                               sampler=text_sample, answerer=answer, tasks=task_scores, outer=Exchange,
+                               evaluated_beside=True, group=group, kept=kept))
     except Preempted as preempted:
         return Report(ExitReason.PREEMPTED, saved_step=preempted.step), None
     except Exception as error:

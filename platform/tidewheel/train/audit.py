@@ -141,18 +141,22 @@ def _mixed_epochs(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _two_losses(metrics: Sequence[dict[str, Any]], run: dict[str, Any]) -> Iterator[str]:
-    """Yield the steps that were done more than once, with the same settings, and have different losses."""
+    """Yield the steps that were done more than once, with the same settings, and have different losses.
+
+    A group of a DiLoCo run that was left out goes on from a newer outer state, so only steps from one state compare.
+    """
     changed = {int(start["epoch"]) for start in run.get("starts", ()) if start.get("changed")}
     exact = bool(run["config"].get("reproducible"))
-    first: dict[int, dict[str, Any]] = {}
+    first: dict[tuple[int, Any], dict[str, Any]] = {}
     for line in metrics:
         loss = line.get("loss")
         if loss is None or "generation" not in line:
             continue
-        before = first.setdefault(int(line["step"]), line)
+        key = int(line["step"]), line.get("outer_base")
+        before = first.setdefault(key, line)
         between = range(epoch_of(int(before["generation"])) + 1, epoch_of(int(line["generation"])) + 1)
         if any(epoch in changed for epoch in between):
-            first[int(line["step"])] = line  # another configuration from here on
+            first[key] = line  # another configuration from here on
             continue
         allowed = 0.0 if exact else SAME_LOSS * max(abs(float(before["loss"])), 1e-3)
         if abs(float(loss) - float(before["loss"])) > allowed:
@@ -188,12 +192,13 @@ def _differences(records: list[dict], source: Source, plan: Positions) -> Iterat
 def _repeats(source: Source, steps: list[int], plan: Positions) -> Iterator[str]:
     """Yield the sequences that the steps read twice in an epoch of their domain, or not at all in a complete epoch.
 
-    Sequences that a guard passed over count as read.
+    Sequences that a guard passed over, or that other groups read, count as read.
     """
     if not steps:
         return
     end = plan.end(steps[-1])
-    owners, visits = source.visits(np.concatenate([plan.of_steps(steps), plan.skipped(end)]))
+    owners, visits = source.visits(np.concatenate([plan.of_steps(steps), plan.skipped(end),
+                                                   plan.elsewhere(steps[-1])]))
     done = source.counts(end)
     for index, domain in enumerate(source.domains):
         counts = [shard.rows for shard in domain.manifest.shards]

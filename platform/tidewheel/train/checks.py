@@ -291,7 +291,8 @@ def _lasts(config: TrainConfig, source: Source) -> None:
     """Raise ConfigError unless the domains suffice for all steps, within `max_repetitions`."""
     length = source.manifest.sequence_length
     sizes = BatchSizes.of(config.batch, length)
-    needed = sizes.total(config.steps)
+    groups = 1 if config.outer is None else config.outer.groups
+    needed = sizes.total(config.steps) * groups
     if source.end is None or needed <= source.end:
         return
     limit = config.data.mixture.max_repetitions if config.data.mixture else 0
@@ -299,11 +300,11 @@ def _lasts(config: TrainConfig, source: Source) -> None:
         f"the mixture ends after {source.end:,} sequences ({source.end * length:,} tokens): its domains are read "
         f"{limit:g} times at most; {config.steps:,} steps need {needed:,} ({needed * length:,} tokens)",
         where="data.mixture", fix=f"raise max_repetitions, add data, or train "
-        f"{sizes.steps(source.end):,} steps")
+        f"{sizes.steps(source.end // groups):,} steps")
 
 
 IDENTITY = ("model", "adapter", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head",
-            "value_head", "reference", "teacher", "compression")
+            "value_head", "reference", "teacher", "compression", "share")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """Properties of the shards that an error names when another shard set is given."""
 
@@ -320,7 +321,8 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
             "head": name_of(type(config.objective)) if config.objective.HEAD else None,
             "value_head": config.objective.VALUES or None,
             "reference": source.reference or None, "teacher": source.teacher or None,
-            "compression": None if config.compression is None else as_json(config.compression)}
+            "compression": None if config.compression is None else as_json(config.compression),
+            "share": None if config.outer is None or config.outer.groups == 1 else list(config.outer.share)}
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:

@@ -29,6 +29,8 @@ from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
 from tidewheel.train.node_checks_config import NodeChecksConfig
+from tidewheel.train.outer_config import UNDECISIVE as OUTER_UNDECISIVE
+from tidewheel.train.outer_config import OuterConfig
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.policy.config import RolloutsConfig
 from tidewheel.train.policy.objective import PolicyObjective
@@ -330,6 +332,9 @@ class TrainConfig(Config):
     """Callbacks of the loop: their names, or their settings with the name in `kind`."""
     elastic: ElasticConfig = ElasticConfig()
     """Number of workers."""
+    outer: OuterConfig | None = None
+    """Train in several groups that meet over storage every so many steps (DiLoCo, local SGD); this run is one of
+    them."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -467,6 +472,8 @@ class TrainConfig(Config):
             values.get("rollouts", {}).pop(name, None)
         if self.run.branch:
             values["branch"] = self.run.branch
+        for name in OUTER_UNDECISIVE:
+            values.get("outer", {}).pop(name, None)
         for name in self.rollouts.engine.UNDECISIVE if self.rollouts is not None else ():
             values["rollouts"].get("engine", {}).pop(name, None)
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json

@@ -177,6 +177,10 @@ class Loop:
         training.event(kind, step=progress.step, world_size=runtime.world_size, generation=runtime.generation,
                        redo=max(0, progress.recorded - progress.step),
                        **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
+        if training.outer is not None:
+            training.outer.begin(progress.step, (extra or {}).get("outer"), self._saving.settle)
+            training.timeline.spent("restart")
+            self._meet(progress.step)
         self._publish(progress.step)
         self._callbacks.call("on_start", progress.step)
         if extra is None:
@@ -264,10 +268,26 @@ class Loop:
                                  gradient_bytes=pending.started.gradient_bytes, communication=communication)
             training.timeline.spent(spent)  # recording is part of the step, not of the next wait
             self._speed_shares.step()
+            self._meet(step)
             self._after(step, result.asked)
         training.watch.started()
         self._began, self._waited = time.time(), 0.0  # a step's seconds leave out the save, the evaluation and the wait
         return not goes_back
+
+    def _meet(self, step: int) -> None:
+        """Meet the other groups, if a round ends with this step. A planned change interrupts the wait for them."""
+        training, saving, outer = self._training, self._saving, self._training.outer
+        while outer is not None and outer.is_due(step):
+            training.watch.mark(step, "outer")
+            asked = outer.meet(step, lambda: STOP * training.runtime.control.poll(), saving.settle)
+            training.timeline.spent("idle")
+            if asked:
+                saving.keep_if_due(step, asked)
+                if not saving.is_safe(step):
+                    saving.save(step)
+                saving.make_way(step)
+            elif figures := outer.figures():
+                self._metrics.add(step, figures)
 
     def _wait_for_data(self, step: int) -> float:
         """Wait until the shard set holds the sequences of `step`; return the seconds waited.

@@ -112,6 +112,7 @@ class RunRecord:
         if self.store.exists("run.json"):
             return
         sequences = BatchSizes.of(config.batch, source.manifest.sequence_length).total(config.steps)
+        sequences *= 1 if config.outer is None else config.outer.groups  # of all groups: they share one order
         sets = _data(source, sequences)
         named = {name: _shard_set(uri, validation[name]) for name, uri in config.data.validation_sets.items()}
         if named:
@@ -205,7 +206,9 @@ def positions(run: dict[str, Any], source: Source, rollbacks: Sequence[dict[str,
         rollbacks: the run's rollbacks so far.
     """
     windows = [(line["start"], line["end"]) for line in rollbacks]
-    return Positions(BatchSizes(run["config"]["batch"], source.manifest.sequence_length), windows)
+    outer = run["config"].get("outer") or {}
+    share = outer.get("group", 0), outer.get("groups", 1)
+    return Positions(BatchSizes(run["config"]["batch"], source.manifest.sequence_length), windows, share)
 
 
 def passes_of(rollouts: Mapping[str, Any] | None) -> Passes:

@@ -54,6 +54,8 @@ class Recording:
             figures |= self._by_source(result)
         if gradient_bytes is not None:
             figures["gradient_bytes"] = gradient_bytes
+        if training.outer is not None:
+            figures["outer_base"] = training.outer.base()
         if training.loss_scale is not None:
             figures["loss_scale"] = training.loss_scale.scale
         if training.leads:

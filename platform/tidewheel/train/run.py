@@ -125,6 +125,8 @@ def with_absolute_uris(config: TrainConfig) -> TrainConfig:
         folder = rollouts.folder(storage.join(run.uri, run.id))
         changes["data"] = data.model_copy(update={"uri": folder, "wait_seconds": data.wait_seconds or ROLLOUT_SECONDS})
         changes["rollouts"] = rollouts
+    if config.outer is not None:
+        changes["outer"] = config.outer.model_copy(update={"store": absolute(config.outer.store)})
     if uri := live_teacher(config):
         changes["objective"] = config.objective.model_copy(update={"teacher": absolute(uri)})
     return config.model_copy(update=changes)

@@ -68,6 +68,7 @@ class RunningAhead:
         config = self._training.config
         profiled = not {step, step + 1}.isdisjoint(config.profile.steps)
         return (not self.on or self._waits or profiled or step >= config.steps or config.rollouts is not None
+                or (self._training.outer is not None and self._training.outer.is_due(step))
                 or self._evaluating.is_due(step) or self._evaluating.sample_is_due(step)
                 or self._evaluating.tasks.is_due(step))
 

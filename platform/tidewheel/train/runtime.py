@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
     from tidewheel.train.history import RunHistory
     from tidewheel.train.metrics.sinks import Sink
+    from tidewheel.train.outer_exchange import OpenOuter
     from tidewheel.train.parallel import ParallelModel
     from tidewheel.train.parallel.kept_base import KeptBase
 
@@ -364,5 +365,7 @@ class Runtime:
     """Answers prompts of validation, as `inference.answers.answer` does; None: the run has none."""
     tasks: Callable[[ParallelModel, Domain, TrainConfig, Collectives], dict[str, dict[str, float]]] | None = None
     """Evaluates tasks, as `inference.during_training.task_scores` does; None: the run has none."""
+    outer: OpenOuter | None = None
+    """Opens the exchange with other groups, as `outer.exchange.Exchange` does, for a run with `outer`."""
     evaluated_beside: bool = False
     """Another process evaluates the checkpoints where the configuration allows it (`evaluation.separate`)."""

@@ -183,6 +183,7 @@ class Saving:
             **({} if training.teacher is None else {"teacher": training.teacher}),
             **({"before_decay": True} if self.continuing.is_before_decay(step) else {}),
             **({"averages": averages} if (averages := training.averages.extra()) else {}),
+            **({} if training.outer is None else {"outer": training.outer.state()}),
             **({"verified": progress.verified} if training.config.guards.recomputation is not None else {}),
             "step": step, "position": training.positions.end(step), "tokens": progress.tokens,
             "loss": progress.loss, "guard": self._guard.state(),

@@ -35,6 +35,10 @@ REFUSED: dict[str, str] = {
     "run.branch": "it began with another state",
     "data.seed": "the order of the tokens would change",
     "data.mixture": "the order of the tokens would change",
+    **dict.fromkeys(("outer.groups", "outer.group"), "the order of the tokens would change"),
+    **dict.fromkeys((f"outer.{name}" for name in ("every", "learning_rate", "momentum", "quantise", "fragments",
+                                                  "overlap", "merge")),
+                    "the groups' rounds would no longer be the same"),
     "rollouts.replay": "the data would be another run's",
     "rollouts.schedule": "the ledger would have two kinds of steps",
     "rollouts.look_ahead": "the ledger's steps would have two bounds of the lag",
@@ -53,7 +57,8 @@ REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
 """Further settings that a run in reproducible mode must not change."""
 SILENT = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "run_ahead", "memory", "metrics",
           "profile", "logs", "callbacks", "data.uri", "data.reference", "data.teacher", "data.cache", "data.prefetch",
-          "data.validation", "data.wait_seconds", "rollouts.generators")
+          "data.validation", "data.wait_seconds", "rollouts.generators",
+          "outer.store", "outer.patience_seconds", "outer.keep")
 """Settings that do not change what a step computes. A change of them is recorded and not reported."""
 
 

@@ -25,6 +25,7 @@ from tidewheel.train.memory.host import keep_freed_memory
 from tidewheel.train.metrics.waits import Waits, waits_on
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
+from tidewheel.train.outer_exchange import OuterExchange
 from tidewheel.train.parallel import ParallelModel, teacher
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale
@@ -59,6 +60,8 @@ class Training:
     averages: Averages
     waits: Waits
     """Measures how long steps wait for other workers."""
+    outer: OuterExchange | None = None
+    """Meets the other groups of the run; None: there are none."""
     base: dict[str, Any] | None = None
     """Of an adapter's run: URI, hash and vocabulary size of the frozen model, which checkpoints name."""
     teacher: dict[str, Any] | None = None
@@ -74,6 +77,9 @@ class Training:
             timeline: the worker's ledger.
             watch: notices hangs.
             retry: waits for storage.
+
+        Raises:
+            ValueError: the run has other groups, and `runtime` has nothing to meet them with.
         """
         config = run.config
         source, _ = run.data()
@@ -88,7 +94,8 @@ class Training:
         if config.metrics.loss_by_source:
             model.collect_row_losses()
         model.before = teacher.build(config, model, source.manifest, runtime) or model.before
-        positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length))
+        positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length),
+                              share=(0, 1) if config.outer is None else config.outer.share)
         cache = Path(config.data.cache) if config.data.cache else None
         reading = SourceReader(source, cache=cache, verify=config.data.verify,
                                on_damage=partial(read_again, runtime.control), parts=config.objective.parts,
@@ -102,7 +109,7 @@ class Training:
             optimizer.move_to_disk(Path(config.memory.optimizer_disk))
         waits = waits_on(device, runtime.world_size)
         model.measure(waits)
-        return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
+        training = cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
                    optimizer=optimizer,
                    loss_scale=LossScale() if config.precision == "fp16" else None, reader=reader,
@@ -110,6 +117,11 @@ class Training:
                    positions=positions, progress=Progress(),
                    rates=Rates(config, source.manifest.sequence_length),
                    averages=Averages(config, optimizer, model), waits=waits)
+        if config.outer is not None:
+            if runtime.outer is None:
+                raise ValueError("a run with outer needs Runtime.outer, such as tidewheel.outer.exchange.Exchange")
+            training.outer = runtime.outer(training)
+        return training
 
     @property
     def leads(self) -> bool:
@@ -151,7 +163,7 @@ class Training:
         Raises:
             ConfigError: the mixture now ends before the run's last step.
         """
-        self.positions = Positions(self.positions.sizes, windows)
+        self.positions = Positions(self.positions.sizes, windows, self.positions.share)
         checks.still_reaches(self.config, self.source, self.positions)
         self.reader.start_over(self.positions)
 

@@ -1,0 +1,1 @@
+"""Groups of a DiLoCo run: outer gradients, outer states and rounds, over storage."""

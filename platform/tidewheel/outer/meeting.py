@@ -1,0 +1,110 @@
+"""Who takes part in a round: marks of the groups in storage, and the decision that is made once.
+
+A round is decided when every group that is expected has published its outer gradient, or when the group that looks has
+waited long enough. Expected are the groups that said so when they took the last outer state, and the members of the
+last round. So a group that died costs one wait, and one that comes back is waited for from its next round on.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tidewheel.outer.decisions import Decision, Decisions
+from tidewheel.storage import Store
+
+FOLDER = "meetings"
+PRESENT, OFFER, GONE = "present", "offer", "gone"
+
+
+@dataclass
+class Meetings:
+    """The rounds of one fragment, as rank 0 of a group sees them.
+
+    Args:
+        store: the fragment's folder.
+        group: this group.
+        groups: number of groups.
+    """
+
+    store: Store
+    group: int
+    groups: int
+
+    def __post_init__(self) -> None:
+        self.decisions = Decisions(self.store.child("decisions"))
+
+    def announce(self, round_: int) -> None:
+        """Say that this group will take part in a round, so that the others wait for it."""
+        self.store.delete(self._key(round_, GONE))
+        self.store.write_json(self._key(round_, PRESENT), {"time": time.time()})
+
+    def leave(self, round_: int) -> None:
+        """Say that this group has finished its run, so that the others do not wait for it."""
+        self.store.write_json(self._key(round_, GONE), {"time": time.time()})
+
+    def offer(self, round_: int, name: str, digest: str) -> None:
+        """Publish this group's outer gradient of a round; a later one takes the place of an earlier one.
+
+        Args:
+            round_: the round.
+            name: of the set of tensors.
+            digest: hash of its manifest.
+        """
+        self.store.write_json(self._key(round_, OFFER), {"offer": name, "hash": digest})
+
+    def has_offered(self, round_: int) -> bool:
+        """Return whether this group has published its outer gradient of a round."""
+        return self.store.exists(self._key(round_, OFFER))
+
+    def look(self, round_: int, last: Decision | None, *, patient: bool) -> Decision | None:
+        """Return the decision of a round, which this call makes if it can; None: groups are missing.
+
+        Args:
+            round_: the round, in which this group has made an offer.
+            last: the decision of the round before; None: it is no longer kept.
+            patient: whether to wait on for groups that are expected.
+        """
+        decided = self.decisions.get(round_)
+        if decided is not None:
+            return decided
+        marks = self._marks(round_)
+        if patient and not self._expected(marks, last) <= marks[OFFER]:
+            return None
+        members = [{"group": group, **self.store.read_json(self._key(round_, OFFER, group))}
+                   for group in sorted(marks[OFFER])]
+        return self.decisions.decide(round_, {"round": round_, "by": self.group, "members": members,
+                                              "time": time.time()})
+
+    def missing(self, round_: int, last: Decision | None) -> list[int]:
+        """Return the groups that are expected in a round and have made no offer."""
+        marks = self._marks(round_)
+        return sorted(self._expected(marks, last) - marks[OFFER])
+
+    def _expected(self, marks: dict[str, set[int]], last: Decision | None) -> set[int]:
+        """Return the expected groups; in the first round all of them are."""
+        before = members_of(last) if last is not None and last["members"] else set(range(self.groups))
+        return (before | marks[PRESENT]) - marks[GONE]
+
+    def _marks(self, round_: int) -> dict[str, set[int]]:
+        marks: dict[str, set[int]] = {PRESENT: set(), OFFER: set(), GONE: set()}
+        for entry in self.store.list(f"{FOLDER}/{round_:08d}"):
+            group, _, kind = entry.key.rpartition("/")[2].removesuffix(".json").partition("-")
+            if kind in marks and group.isdigit() and int(group) < self.groups:
+                marks[kind].add(int(group))
+        return marks
+
+    def _key(self, round_: int, kind: str, group: int | None = None) -> str:
+        return f"{FOLDER}/{round_:08d}/{self.group if group is None else group:04d}-{kind}.json"
+
+
+def members_of(decision: Decision) -> set[int]:
+    """Return the groups whose outer gradients a round averages."""
+    return {int(member["group"]) for member in decision["members"]}
+
+
+def settings_differ(stored: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Return a line for each setting that the groups of a run must share and do not."""
+    return [f"{name} is {stored.get(name)} there, {value} here" for name, value in own.items()
+            if stored.get(name) != value]

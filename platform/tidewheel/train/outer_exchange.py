@@ -1,0 +1,56 @@
+"""The interface between the loop and what exchanges weights with the other groups of a DiLoCo run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from tidewheel.train.training import Training
+
+
+class OuterExchange(Protocol):
+    """Meets the other groups of a run. All ranks of this group make the same calls, at step boundaries.
+
+    The outcome of a round is in storage before any weight changes, so a worker that repeats steps takes it again.
+    """
+
+    def begin(self, step: int, saved: list[dict[str, Any]] | None, settle: Callable[[], None]) -> None:
+        """Begin to take part after a step whose weights are set; it may replace them.
+
+        Args:
+            step: the last step done.
+            saved: `state` of the checkpoint whose tensors were loaded; None: the run begins, or had no groups before.
+            settle: waits until the weights may change, because a save may still be copying them.
+        """
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `meet` must be called after this step, before any other task of the step boundary."""
+
+    def meet(self, step: int, ask: Callable[[], int], settle: Callable[[], None]) -> int:
+        """Take part in a round and change the weights to its outcome. Call it again while `is_due`.
+
+        Args:
+            step: the last step done.
+            ask: returns the cluster's requests to rank 0, 0 for none.
+            settle: see `begin`.
+
+        Returns:
+            The requests that interrupted the wait for other groups, on all ranks; 0 if the outcome is taken.
+
+        Raises:
+            StorageError: the store was unavailable for too long.
+        """
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return the JSON values for a checkpoint."""
+
+    def base(self) -> int:
+        """Return the number of the outer state that the weights go on from, added over fragments."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what the last round sent, read and took, for the metrics; {} after it was called."""
+
+
+OpenOuter: TypeAlias = "Callable[[Training], OuterExchange]"
+"""Opens the exchange of one worker; all ranks call it together. It must not keep the `Training`, which holds it."""

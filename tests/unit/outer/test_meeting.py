@@ -1,0 +1,84 @@
+"""Tests of rounds: one decision whatever the interleaving, and who is waited for."""
+
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tidewheel.outer import decisions as module
+from tidewheel.outer.decisions import Decision, Decisions
+from tidewheel.outer.fragment import fragments_of
+from tidewheel.outer.meeting import Meetings, members_of
+from tidewheel.storage import LocalStore
+
+
+def meetings(folder: Path, group: int, groups: int = 3) -> Meetings:
+    return Meetings(LocalStore(folder), group, groups)
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_writers_at_once_get_one_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditional: bool):
+    monkeypatch.setattr(module, "creates_are_conditional", lambda store: conditional)
+    answers: list[Decision] = []
+
+    def propose(writer: int) -> None:
+        answers.append(Decisions(LocalStore(tmp_path)).decide(0, {"by": writer}))
+
+    threads = [Thread(target=propose, args=(writer,)) for writer in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 4
+    assert len({answer["by"] for answer in answers}) == 1
+    assert Decisions(LocalStore(tmp_path)).get(0) == answers[0]
+    assert Decisions(LocalStore(tmp_path)).newest() == 0
+    assert Decisions(LocalStore(tmp_path)).get(1) is None
+
+
+def test_a_round_is_decided_when_all_that_are_expected_have_offered(tmp_path: Path):
+    groups = [meetings(tmp_path, group) for group in range(3)]
+    first = {"round": 0, "members": []}
+    groups[0].offer(1, "a", "hash-a")
+    assert groups[0].look(1, first, patient=True) is None
+    groups[2].offer(1, "c", "hash-c")
+    assert groups[0].missing(1, first) == [1]
+    decision = groups[0].look(1, first, patient=False)
+    assert decision is not None
+    assert members_of(decision) == {0, 2}
+    assert [member["offer"] for member in decision["members"]] == ["a", "c"]
+    groups[1].offer(1, "b", "hash-b")
+    late = groups[1].look(1, first, patient=True)
+    assert late == decision, "it is never changed"
+
+
+def test_a_group_that_was_left_out_is_waited_for_once_it_says_that_it_is_back(tmp_path: Path):
+    groups = [meetings(tmp_path, group) for group in range(3)]
+    last = {"round": 1, "members": [{"group": 0}, {"group": 2}]}
+    groups[0].offer(2, "a", "hash")
+    groups[2].offer(2, "c", "hash")
+    assert groups[0].missing(2, last) == []
+    groups[1].announce(2)
+    assert groups[0].missing(2, last) == [1]
+    groups[1].offer(2, "b", "hash")
+    assert groups[0].missing(2, last) == []
+
+
+def test_a_group_that_has_finished_is_not_waited_for(tmp_path: Path):
+    groups = [meetings(tmp_path, group) for group in range(2)]
+    last = {"round": 1, "members": [{"group": 0}, {"group": 1}]}
+    groups[0].offer(2, "a", "hash")
+    groups[1].leave(2)
+    assert groups[0].missing(2, last) == []
+    groups[1].announce(2)
+    assert groups[0].missing(2, last) == [1], "its run was given more steps"
+
+
+def test_fragments_hold_every_weight_once():
+    layers = [f"blocks.{layer}.{part}" for layer in range(5) for part in ("a", "b")]
+    names = ["embedding.weight", *layers, "norm.weight"]
+    parts = fragments_of(names, 3)
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert [part[0] for part in parts] == ["embedding.weight", "blocks.1.a", "blocks.2.a"]
+    assert parts[2][-1] == "norm.weight"
+    assert fragments_of(names, 1) == [names]
