@@ -176,6 +176,9 @@ def _curvature(config: TrainConfig) -> str | None:
             return f"{what}, which has not been built for {key} {value}; nearest legal choice: {legal}"
     if config.precision == "fp16":
         return f"{what}, whose gradients have no loss scale; nearest legal choice: precision bf16"
+    if config.memory.optimizer_disk:
+        return (f"{what} and keeps it in memory, but memory.optimizer_disk moves state away; nearest legal choice: "
+                "leave memory.optimizer_disk out")
     if config.compression is not None:
         return (f"{what}, whose gradients compression would send with residuals of others; nearest legal choice: leave "
                 "compression out")
