@@ -55,7 +55,7 @@ SHARES = {"topk 1 %": 0.03, "randomk 10 %": 0.11, "quantised 8": 0.27, "quantise
 REACH = {"quantised 8": 0.05, "quantised 4": 0.05}
 """Largest mean distance above whole gradients, in nats a token, of methods that send every element in every step. The
 others delay most of a gradient by more steps than this benchmark can wait for, and are only compared."""
-NEEDS = {"adamw": ("topk 1 %", "power_sgd 4"), "sgd": ("topk 1 %", "randomk 10 %", "one_bit", "power_sgd 4")}
+NEEDS = {"adamw": ("topk 1 %", "power_sgd 4"), "sgd": ("topk 1 %", "randomk 10 %", "power_sgd 4")}
 """Methods whose loss must be better with error feedback than without, by optimizer."""
 
 
