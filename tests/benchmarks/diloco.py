@@ -187,7 +187,8 @@ def main() -> int:
         line = {"run": row.name, "seeds": len(found), "loss": f"{loss:.3f}"}
         if row.groups == 1:
             base = loss
-            table.append(line)
+            columns = ("rounds", "sent", "received", "all-reduce", "times fewer", "states", "waited, s")
+            table.append({**line, **dict.fromkeys(columns, "")})
             continue
         assert base is not None
         ring = 2 * (row.groups - 1) / row.groups * 4

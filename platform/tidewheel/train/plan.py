@@ -8,6 +8,7 @@ from tidewheel import storage
 from tidewheel.errors import ConfigError
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.outer_config import OuterConfig
 from tidewheel.train.parallel import legal
 
 if TYPE_CHECKING:
@@ -55,10 +56,16 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
                    f"{config.elastic.gpus_per_worker:g} GPUs each; the batches are the same for all of them",
         "layout": f"{config.parallel.data} data parallelism"
                   + (f" over copies on {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""),
+        **({} if config.outer is None else {"groups": _groups(config.outer)}),
         "checkpoints": _checkpoints(config),
         "recipe": config.recipe_hash(),
     }
     return [{"what": name, "value": value} for name, value in values.items()]
+
+
+def _groups(outer: OuterConfig) -> str:
+    return (f"group {outer.group} of {outer.groups}, which meet every {outer.every} steps in {outer.store} and send "
+            f"outer gradients in {outer.quantise}; the figures above are of this group")
 
 
 def _checkpoints(config: TrainConfig) -> str:
