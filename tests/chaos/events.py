@@ -73,7 +73,7 @@ def freeze_node(world: World, rng: random.Random) -> str:
 
 def drain(world: World, rng: random.Random) -> str:
     node = rng.choice(world.cluster.nodes)
-    accepted = drain_node(world.cluster.address, node.node_id, notice_seconds=NOTICE_SECONDS)
+    accepted = _drained(world, node, NOTICE_SECONDS)
     later(NOTICE_SECONDS, lambda: _lose(world, node))
     return f"node {node.node_id[:8]}, {NOTICE_SECONDS:g} s notice{'' if accepted else ', refused'}"
 
@@ -84,7 +84,7 @@ def join(world: World, rng: random.Random) -> str:
     oldest = world.cluster.nodes[0]
 
     def leave() -> None:
-        drain_node(world.cluster.address, oldest.node_id, notice_seconds=5)
+        _drained(world, oldest, 5)
         time.sleep(5)
         _lose(world, oldest, replace=False)
 
@@ -221,6 +221,16 @@ def send(pid: int, signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _drained(world: World, node: NodeHandle, notice_seconds: float) -> bool:
+    """Ask Ray to drain a node; return whether it will. A node may be gone already, and its raylet with it."""
+    from ray.exceptions import RpcError
+
+    try:
+        return drain_node(world.cluster.address, node.node_id, notice_seconds=notice_seconds)
+    except RpcError:
+        return False
 
 
 def _lose(world: World, node: NodeHandle, *, replace: bool = True) -> str:
