@@ -419,8 +419,10 @@ class ElasticWorkerGroup:
             if status.error is not None and name not in ended and self._goes_on_without(name, status.error):
                 lost.add(name)
         lost &= by_name.keys()
-        if not lost or len(lost) == len(by_name):  # with no worker left the group has failed
+        if not lost:
             return statuses
+        if len(lost) == len(by_name):  # with no worker left the group has failed, also if they are silent only
+            return [_failed(status, name) for name, status in by_name.items()]
         for worker in self.workers:
             if worker.name in lost and worker.name not in ended:
                 ray.kill(worker.actor)
@@ -468,6 +470,13 @@ class ElasticWorkerGroup:
         self._expect([worker], anew=False)
         self.workers.append(worker)
         return True
+
+
+def _failed(status: WorkerStatus, name: str) -> WorkerStatus:
+    """Return the status of a lost worker, with the error that ends its group."""
+    if status.error is not None:
+        return status
+    return WorkerStatus(running=status.running, error=LostWorkerError(f"worker {name} is cut off"))
 
 
 def actor_resources(needs: Mapping[str, float]) -> dict[str, Any]:

@@ -293,6 +293,21 @@ def test_when_every_worker_is_lost_the_group_has_failed(world: World):
     assert len(group.get_workers()) == 2
 
 
+def test_a_group_whose_only_worker_is_cut_off_and_silent_has_failed(world: World):
+    """A stopped process closes no connection and answers no poll."""
+    world.pool.most, world.pool.sizes = 1, (1,)
+    world.add("a")
+    group = world.start()
+    [worker] = group.get_workers()
+    world.ray.actors[0].status = Answer(ready=False)
+    assert not group.poll_status(0.1).errors
+    world.coordinator.gone = {worker.name}
+    [error] = group.poll_status(0.1).errors.values()
+    assert isinstance(error, LostWorkerError)
+    group.shutdown()
+    assert world.ray.killed == [worker.name]
+
+
 def test_the_coordinator_decides_whether_the_run_goes_on_without_a_worker_that_failed(world: World):
     world.add("a", "b", "c")
     group = world.start()
