@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tidewheel.train.objective import Objective
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
+    from tidewheel.train.outer_config import OuterConfig
     from tidewheel.train.parallel.config import ParallelConfig
     from tidewheel.train.policy.config import RolloutsConfig
     from tidewheel.train.record import TrainResult
@@ -69,8 +70,8 @@ class Train:
                  optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None,
-                 compression: str | Settings | Compression | None = None, steps: int | None = None,
-                 seed: int | None = None,
+                 compression: str | Settings | Compression | None = None,
+                 outer: Settings | OuterConfig | None = None, steps: int | None = None, seed: int | None = None,
                  neftune_alpha: float | None = None,
                  precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
                  fp8: Settings | Fp8Config | None = None, parameters: Literal["fp32", "bf16"] | None = None,
@@ -102,7 +103,7 @@ class Train:
             "run": run, "data": reading, "model": model, "adapter": adapter, "objective": objective,
             "rollouts": rollouts,
             "optimizer": optimizer, "schedule": schedule, "batch": batch, "parallel": parallel,
-            "compression": compression, "steps": steps, "seed": seed, "neftune_alpha": neftune_alpha,
+            "compression": compression, "outer": outer, "steps": steps, "seed": seed, "neftune_alpha": neftune_alpha,
             "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32,
             "reproducible": reproducible, "compile": compile, "compile_cache": compile_cache, "run_ahead": run_ahead,
             "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards,

@@ -11,7 +11,7 @@ from tidewheel.models.family import Model
 from tidewheel.models.moe.config import MixtureOfExperts
 from tidewheel.parts import name_of
 from tidewheel.shards.manifest import PACKED
-from tidewheel.train import objective, outer_config
+from tidewheel.train import objective, objectives, outer_config
 from tidewheel.train.parallel import compressing, own_module
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
@@ -170,7 +170,7 @@ def _curvature(config: TrainConfig) -> str | None:
     for name in ("tensor", "pipeline", "context"):
         if (size := getattr(config.parallel, name)) > 1:
             return f"{what} from whole rows of logits, but parallel.{name} is {size}; nearest legal choice: {name} 1"
-    for key, value, legal in (("objective.kind", name_of(type(config.objective)), "next_token"),
+    for key, value, legal in (("objective.kind", name_of(type(config.objective)), objectives.DEFAULT),
                               ("parameters", config.parameters, "fp32")):
         if value != legal:
             return f"{what}, which has not been built for {key} {value}; nearest legal choice: {legal}"
