@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos.rollout_events import ROLLOUT_EVENTS
+from tests.chaos.rollout_events import ROLLOUT_EVENTS, usual_of_rollouts
 from tests.chaos.training import EventRecord, consequences
 from tests.chaos.world import World, disturbed_run
 from tests.sums import sums_run, train_base, write_sums
@@ -230,7 +230,7 @@ def run(folder: Path, *, kills: int, seed: int, seconds: float, nodes: int = 4, 
     with disturbed_run(folder, config, nodes=nodes, program="tests.chaos.rollout_driver", CHAOS_HURRY=str(hurry),
                        CHAOS_GATE=str(gate)) as world:
         began = time.time()
-        events = disturb(world, random.Random(seed), kinds or list(ROLLOUT_EVENTS), gate, kills=kills, seconds=seconds)
+        events = disturb(world, random.Random(seed), kinds or usual_of_rollouts(config), gate, kills=kills, seconds=seconds)
         took = time.time() - began
         hurry.touch()
         world.over.wait(timeout=PATIENCE + steps)

@@ -8,6 +8,7 @@ import signal
 from tests.chaos import events
 from tests.chaos.events import EVENTS, Event, later, send
 from tests.chaos.world import World
+from tidewheel.train.config import TrainConfig
 
 SAVE_SECONDS = 10.0
 """Longest wait for a save: the run trains only a few steps for each event."""
@@ -56,3 +57,8 @@ def _kill(pids: list[int], rng: random.Random, count: int) -> str:
 ROLLOUT_EVENTS: dict[str, Event] = {
     **EVENTS, **{function.__name__: function for function in (
         kill_generator, kill_generators, stop_generator, kill_both, kill_during_save)}}
+
+
+def usual_of_rollouts(config: TrainConfig) -> list[str]:
+    """Return the events that a run can be disturbed with, see `events.usual`."""
+    return [kind for kind in ROLLOUT_EVENTS if kind not in EVENTS or kind in events.usual(config)]
