@@ -34,7 +34,6 @@ from scipy import stats
 from tests.benchmarks import families
 from tests.ranks import on_ranks
 from tidewheel import jsonlog, storage
-from tidewheel.cluster.session import session
 from tidewheel.config import build
 from tidewheel.console import print_table
 from tidewheel.train.config import TrainConfig
@@ -59,10 +58,9 @@ NEEDS = {"adamw": ("topk 1 %", "power_sgd 4"), "sgd": ("topk 1 %", "randomk 10 %
 """Methods whose loss must be better with error feedback than without, by optimizer."""
 
 
-def configured(name: str, seed: int, folder: Path, steps: int, optimizer: str) -> TrainConfig:
+def configured(name: str, seed: int, folder: Path, data: str, steps: int, optimizer: str) -> TrainConfig:
     """Return the configuration of one run."""
-    base = families.settings(families.shapes()["llama"], "llama", str(folder / "data"), str(folder), steps,
-                             seed).canonical()
+    base = families.settings(families.shapes()["llama"], "llama", data, str(folder), steps, seed).canonical()
     method = METHODS.get(name.removesuffix(OFF))
     changes: dict[str, Any] = {
         "run": {"id": f"{name.replace(' %', '').replace(OFF, '-off').replace(' ', '-')}-{seed}",
@@ -115,12 +113,10 @@ def main() -> int:
     parser.add_argument("--output", default="compression-output")
     options = parser.parse_args()
     folder = Path(options.output).resolve()
-    if not (folder / "data/shards/manifest.json").exists():
-        with session(None) as address:
-            families.pipeline().run(str(families.SHARED / "corpus"), str(folder / "data"), address=address)
+    data = families.made_data(str(folder))
     chosen = [name for name in METHODS if not options.only or name in options.only.split(",")]
     names = [WHOLE, *(name + end for name in chosen for end in ("", OFF))]
-    configs = {name: [configured(name, seed, folder, options.steps, options.optimizer)
+    configs = {name: [configured(name, seed, folder, data, options.steps, options.optimizer)
                       for seed in range(1, options.seeds + 1)] for name in names}
     missing = [config for seed in range(options.seeds) for config in (configs[name][seed] for name in names)
                if read_result(storage.store(config.run_uri)) is None]

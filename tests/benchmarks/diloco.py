@@ -32,7 +32,6 @@ import torch
 from tests.benchmarks import families
 from tests.unit.outer.groups import kill_one_on_the_way
 from tidewheel import jsonlog, storage
-from tidewheel.cluster.session import session
 from tidewheel.config import build
 from tidewheel.console import print_table
 from tidewheel.outer.exchange import Exchange
@@ -77,9 +76,9 @@ ROWS_OF_TABLE = [
     Row("2 groups, momentum 0.9", 2, {"quantise": "int4"}, seeds=1, checked=False)]
 
 
-def config(folder: Path, row: Row, group: int, seed: int, steps: int, every: int) -> TrainConfig:
+def config(folder: Path, data: str, row: Row, group: int, seed: int, steps: int, every: int) -> TrainConfig:
     """Return the configuration of one group of a row, or of the one run."""
-    base = families.settings(families.shapes()["llama"], "llama", str(folder / "data"), str(folder), steps, seed)
+    base = families.settings(families.shapes()["llama"], "llama", data, str(folder), steps, seed)
     values = base.canonical()
     name = "".join(letter if letter.isalnum() else "-" for letter in row.name)
     place = folder / f"runs-{steps}-{every}" / f"{name}-{seed}"
@@ -168,15 +167,14 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder, began = Path(options.output).resolve(), time.monotonic()
-    if not (folder / "data/shards/manifest.json").exists():
-        with session(None) as address:
-            families.pipeline().run(str(families.SHARED / "corpus"), str(folder / "data"), address=address)
+    data = families.made_data(str(folder))
     table, wrong = [], []
     base: float | None = None
     for row in ROWS_OF_TABLE:
         found = []
         for seed in range(1, 1 + (row.seeds or options.seeds)):
-            configs = [config(folder, row, group, seed, options.steps, options.every) for group in range(row.groups)]
+            configs = [config(folder, data, row, group, seed, options.steps, options.every)
+                       for group in range(row.groups)]
             if row.killed:
                 with_a_kill(configs, folder)
             else:

@@ -139,6 +139,19 @@ def pipeline() -> tw.Pipeline:
             .pack(sequence_length=LENGTH, validation_fraction=0.02))
 
 
+def made_data(output: str) -> str:
+    """Make the shards that all families read, unless they are there; return the folder of the pipeline's output.
+
+    Args:
+        output: folder of the benchmark.
+    """
+    if not (SHARED / "corpus").is_dir():
+        raise SystemExit(f"no documents in {SHARED}/corpus")
+    with session(None) as address:
+        published = tw.Workflow("families", pipeline()).run(output, input=str(SHARED / "corpus"), address=address)
+    return str(published.pipelines["families"].output)
+
+
 def settings(model: Model, name: str, data: str, output: str, steps: int, seed: int = 1) -> TrainConfig:
     """Return the configuration of a model's run: nanoGPT's recipe, with a rate for this width.
 

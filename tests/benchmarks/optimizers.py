@@ -31,7 +31,6 @@ from tests.benchmarks.equivalence import Row
 from tests.unit.contrib import test_optimizers as contrib
 from tests.unit.train.optim.test_optimizers import ORACLES, Weights, by_hand
 from tidewheel import storage
-from tidewheel.cluster.session import session
 from tidewheel.config import build
 from tidewheel.console import print_table
 from tidewheel.parts import Part, as_json
@@ -109,11 +108,7 @@ def state_bytes(config: TrainConfig) -> tuple[float, float]:
 
 def losses(chosen: Sequence[str], folder: Path, steps: int, factors: Sequence[float]) -> Table:
     """Train all and return the rows of the table, and what is wrong."""
-    corpus = families.pipeline()
-    data = str(folder / "data")
-    if not (folder / "data/shards/manifest.json").exists():
-        with session(None) as address:
-            corpus.run(str(families.SHARED / "corpus"), data, address=address)
+    data = families.made_data(str(folder))
     rows, wrong = [], []
     for kind in chosen:
         configs = [task(folder, data, kind, factor, steps) for factor in factors]

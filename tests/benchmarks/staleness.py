@@ -21,7 +21,6 @@ from typing import Any
 from tests.benchmarks import families
 from tests.benchmarks.optimizers import part_of
 from tidewheel import jsonlog, storage
-from tidewheel.cluster.session import session
 from tidewheel.config import build
 from tidewheel.console import print_table
 from tidewheel.parts import as_json
@@ -80,10 +79,7 @@ def main() -> int:
     parser.add_argument("--output", default="")
     options = parser.parse_args()
     folder = Path(options.output or tempfile.mkdtemp(prefix="staleness-"))
-    data = str(folder / "data")
-    if not (folder / "data/shards/manifest.json").exists():
-        with session(None) as address:
-            families.pipeline().run(str(families.SHARED / "corpus"), data, address=address)
+    data = families.made_data(str(folder))
     rows, wrong = [], []
     best = [0.0]
     for row in ROWS:

@@ -230,7 +230,8 @@ def run(folder: Path, *, kills: int, seed: int, seconds: float, nodes: int = 4, 
     with disturbed_run(folder, config, nodes=nodes, program="tests.chaos.rollout_driver", CHAOS_HURRY=str(hurry),
                        CHAOS_GATE=str(gate)) as world:
         began = time.time()
-        events = disturb(world, random.Random(seed), kinds or usual_of_rollouts(config), gate, kills=kills, seconds=seconds)
+        events = disturb(world, random.Random(seed), kinds or usual_of_rollouts(config), gate, kills=kills,
+                         seconds=seconds)
         took = time.time() - began
         hurry.touch()
         world.over.wait(timeout=PATIENCE + steps)

@@ -197,10 +197,11 @@ class Workers:
     def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:
         """Start processes in addition to `workers`, up to `size` in all; return the processes that started."""
         held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
-        missing = size - len(workers) - len(self.quick())
+        expected = len(workers) + len(self.quick())
+        missing = size - expected
         avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
         node_ids = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
-        if avoided and not layout.largest_fit(self.sizes, len(held) + len(node_ids)):
+        if avoided and not layout.largest_fit(self.sizes, expected + len(node_ids)):
             node_ids = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
         self.start_on(node_ids)
         return self._come_up(size - len(workers))

@@ -269,6 +269,16 @@ def test_a_node_to_avoid_is_used_only_if_no_legal_number_fits_elsewhere(world: W
     assert world.names(world.start()) == ["bad"]
 
 
+def test_a_node_to_avoid_is_used_if_others_hold_the_good_ones(world: World):
+    world.add("bad", "held")
+    world.pool.most, world.pool.sizes = 1, (1,)
+    world.coordinator.bad_nodes = {"bad"}
+    world.ray.slow = {"held"}
+    group = world.start()
+    assert world.names(group) == ["bad"]
+    assert world.ray.now <= 1000 + 2 * ray_workers.START_SECONDS + 1
+
+
 def test_lost_and_fenced_workers_leave_and_the_others_stay(world: World):
     world.add("a", "b", "c")
     group = world.start()
