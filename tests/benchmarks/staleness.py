@@ -35,7 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "AdamW, synchronous": {},
     "2BW: constant 1": {"staleness": 1},
     "constant 4": {"staleness": 4},
-    "constant 4, compensated": {"staleness": 4, "compensation": 1.0},
+    "constant 4, compensated": {"staleness": 4, "compensation": 2.0},
     "Hogwild: random up to 4": {"staleness": 4, "order": "random"},
     "PipeDream: 2 stages": {"staleness": 1, "order": "pipeline"}}
 

@@ -42,8 +42,8 @@ class Stale(tw.Optimizer):
     https://arxiv.org/abs/1106.5730). pipeline: those of stage s of `staleness` + 1 equal stages are `staleness` - s
     behind, as in PipeDream with weight stashing (https://arxiv.org/abs/1806.03377)."""
     compensation: float = Field(default=0.0, ge=0)
-    """Factor of g^2 times the weights' movement, which is added to the gradient g (DC-ASGD,
-    https://arxiv.org/abs/1609.08326, equation 10)."""
+    """Factor of g^2 / sqrt(v) times the weights' movement, which is added to the gradient g, with its second moment v
+    (the adaptive DC-ASGD of https://arxiv.org/abs/1609.08326, section 6, where it is 2)."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return Rule(groups, self.learning_rate, self.betas, self.epsilon, self.compensation)
@@ -73,7 +73,8 @@ class Stale(tw.Optimizer):
 class Rule(torch.optim.Optimizer):
     """AdamW of the newest weights w_t with gradients of w_{t - d}, which the parameters hold.
 
-        g <- g + compensation g^2 (w_t - w_{t - d});   w_{t + 1} = AdamW(w_t, g);   parameters <- w_{t + 1 - d'}
+        g <- g + compensation g^2 / (sqrt(v) + eps) (w_t - w_{t - d})
+        w_{t + 1} = AdamW(w_t, g);   parameters <- w_{t + 1 - d'}
 
     Args:
         groups: parameter groups.
@@ -123,9 +124,10 @@ class Rule(torch.optim.Optimizer):
                 version.copy_(shown)
         state["step"] += 1
         updates = int(state["step"])
-        if self._compensation:
-            gradient = gradient + self._compensation * gradient.square() * (versions[0] - shown)
         moment, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        if self._compensation:
+            curvature = gradient.square() / (square.sqrt() + group["eps"])
+            gradient = gradient + self._compensation * curvature * (versions[0] - shown)
         moment.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (square.sqrt() / (1 - beta2**updates) ** 0.5).add_(group["eps"])

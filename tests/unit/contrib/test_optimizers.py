@@ -146,7 +146,7 @@ def stale(name: str, behind, compensation: float) -> tuple[np.ndarray, np.ndarra
     shown = versions[0]
     for step in range(1, UPDATES + 1):
         g = shown + gradient(step - 1, name)
-        g = g + compensation * g * g * (versions[-1] - shown)
+        g = g + compensation * g * g / (np.sqrt(v) + 1e-8) * (versions[-1] - shown)
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
         update = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
         versions.append(versions[-1] * (1 - 1e-2 * decay(name)) - 1e-2 * update)
