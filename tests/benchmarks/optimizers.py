@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,11 @@ def ademamix(name: str) -> np.ndarray:
 TORCH: dict[str, Any] = {
     **ORACLES, "adamw8bit": ORACLES["adamw"], "sgd": lambda w: [by_hand(w, torch.optim.SGD, momentum=0.9)],
     "adam": lambda w: [by_hand(w, torch.optim.Adam)], "adagrad": lambda w: [by_hand(w, torch.optim.Adagrad)]}
+TESTED: dict[str, tuple[Callable[[], None], str]] = {
+    "soap": (contrib.test_soap_is_that_of_the_paper, "1e-4"),
+    "sophia": (contrib.test_sophia_is_that_of_the_paper, "1e-6"),
+    "stale": (lambda: contrib.test_stale_gradients_are_of_the_weights_of_some_updates_ago("constant", 0.5), "2e-6")}
+"""Optimizers with tests of their own: matrices of full rank, drawn labels, older weights."""
 PAPERS = {"lion": lion, "ademamix": ademamix, **contrib.ALGORITHMS}
 
 
@@ -167,12 +172,14 @@ def by_reference(kind: str) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def references(chosen: Sequence[str]) -> Table:
-    """Return the rows of differences, and what is above its bound. SOAP's has a test with a matrix of its own."""
+    """Return the rows of differences, and what is above its bound; of those in `TESTED`, their tests' bounds."""
     rows, wrong = [], []
     for kind in chosen:
-        if kind == "soap":
-            contrib.test_soap_is_that_of_the_paper()
-            rows.append({"optimizer": kind, "reference": "the paper's algorithm", "difference": "below 1e-4, absolute"})
+        if kind in TESTED:
+            test, bound = TESTED[kind]
+            test()
+            rows.append({"optimizer": kind, "reference": "the paper's algorithm",
+                         "difference": f"below {bound}, absolute"})
             continue
         settings = {"weight_decay": 0.1} if kind in ("sgd", "adam", "adagrad") else contrib.SETTINGS.get(kind, {})
         weights = Weights()
