@@ -24,13 +24,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 
 from tests.benchmarks import families
-from tests.unit.outer.groups import kill_one_on_the_way
+from tests.unit.outer.groups import kill_one_on_the_way, train_together
 from tidewheel import jsonlog, storage
 from tidewheel.config import build
 from tidewheel.console import print_table
@@ -93,24 +92,10 @@ def config(folder: Path, data: str, row: Row, group: int, seed: int, steps: int,
     return build(TrainConfig, {key: value for key, value in values.items() if value is not None})
 
 
-def in_threads(configs: list[TrainConfig]) -> None:
-    """Train groups in this process; raise the first error."""
-    errors: list[BaseException] = []
-
-    def run(settings: TrainConfig) -> None:
-        try:
-            if read_result(storage.store(settings.run_uri)) is None:
-                train(settings, Runtime(outer=Exchange))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [Thread(target=run, args=(settings,)) for settings in configs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def train_unless_complete(settings: TrainConfig) -> None:
+    """Train a group in this process."""
+    if read_result(storage.store(settings.run_uri)) is None:
+        train(settings, Runtime(outer=Exchange))
 
 
 def with_a_kill(configs: list[TrainConfig], folder: Path) -> None:
@@ -178,7 +163,7 @@ def main() -> int:
             if row.killed:
                 with_a_kill(configs, folder)
             else:
-                in_threads(configs)
+                train_together(configs, train_unless_complete)
             parameters = storage.store(configs[0].run_uri).read_json("run.json")["parameters"]
             found.append(measured(configs, parameters))
         loss = statistics.mean(each.loss for each in found)

@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import families
-from tests.benchmarks.optimizers import part_of
-from tidewheel import jsonlog, storage
+from tests.benchmarks.optimizers import loss_of, part_of
 from tidewheel.config import build
 from tidewheel.console import print_table
 from tidewheel.parts import as_json
 from tidewheel.train import parallel
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.loop import train
 from tidewheel.train.optim.build import build_optimizer
-from tidewheel.train.record import read_result
 from tidewheel.train.runtime import Runtime
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -48,20 +45,6 @@ def task(folder: Path, data: str, row: str, seed: int, steps: int) -> TrainConfi
     return build(TrainConfig, {
         **base, "run": {"id": f"{name}-{seed}", "uri": str(folder / f"runs-{steps}")}, "seed": seed,
         "optimizer": as_json(part_of(kind, **ROWS[row])), "schedule": {"warmup_steps": 20}})
-
-
-def loss_of(config: TrainConfig) -> float:
-    """Return the validation loss of the newest weights, after training if the run is not there."""
-    store = storage.store(config.run_uri)
-    if read_result(store) is None:
-        train(config, Runtime())
-    if config.optimizer.AVERAGE:
-        lines = [line for line in jsonlog.read(store, "metrics.jsonl") if "average_losses" in line]
-        return float(next(iter(lines[-1]["average_losses"].values())))
-    result = read_result(store)
-    assert result is not None
-    assert result.validation_loss is not None
-    return result.validation_loss
 
 
 def behind(config: TrainConfig, steps: int) -> list[int]:

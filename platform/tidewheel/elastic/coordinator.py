@@ -225,6 +225,10 @@ class Coordinator:
 
         return self._decide(out)
 
+    def nodes_out(self) -> set[str]:
+        """Return the nodes whose workers others shall replace: too slow, or blamed for failures."""
+        return self._decide(lambda: self._membership.nodes_out(time.monotonic()))
+
     def raised(self, worker: str, kind: str, text: str, fatal: bool) -> bool:
         """Return whether the run continues without a worker whose function raised an error outside any generation.
 

@@ -323,7 +323,7 @@ class ElasticWorkerGroup:
         self._train_fn_ref = train_fn_ref
         self._look_at = 0.0
         self._staying: set[str] | None = None
-        """Ids of the nodes that were neither draining nor avoided when the group last looked for room."""
+        """Ids of the nodes whose workers nobody replaces, when the group last looked for room."""
         self._silent_seconds = float(os.environ.get(SILENT_SECONDS_VARIABLE, SILENT_SECONDS))
 
     # -- what Ray Train's controller calls ---------------------------------------------------------------
@@ -445,8 +445,10 @@ class ElasticWorkerGroup:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
-        self._staying = staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
+        coordinator = self.pool.coordinator
+        avoided, out = ray.get([coordinator.avoided.remote(), coordinator.nodes_out.remote()], timeout=30)
+        # a worker on a node that fails often was needed there: no other one takes its place while it lives
+        self._staying = staying = {node.node_id for node in nodes.alive() if not node.draining} - out
         running = Counter(worker.node for worker in self.workers)
         taken = running + Counter(process.node for process in self.pool.starting)
         expected = running + Counter(process.node for process in self.pool.quick())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -282,25 +282,23 @@ class SourceReader:
         Raises:
             ShardError: a shard is missing or damaged.
         """
-        domains, shards, rows = self.source.locate(np.ascontiguousarray(positions, dtype=np.int64))
-        lengths = np.empty(len(positions), dtype=np.int32)
-        for index in np.unique(domains).tolist():
-            in_domain = domains == index
-            opened = self._sets[index]
-            opened.follow(self.source.domains[index].manifest)
-            lengths[in_domain] = opened.lengths(shards[in_domain], rows[in_domain])
-        return lengths
+        return self._of_rows(positions, np.int32, lambda opened, shards, rows: opened.lengths(shards, rows))
 
     def attention_pairs(self, positions: np.ndarray) -> np.ndarray:
         """Return the pairs of tokens that attention computes in each row at `positions`, int64 [B]; see `lengths`."""
+        return self._of_rows(positions, np.int64, lambda opened, shards, rows: opened.attention_pairs(shards, rows))
+
+    def _of_rows(self, positions: np.ndarray, dtype: type, read: Callable[[Any, np.ndarray, np.ndarray], np.ndarray]
+                 ) -> np.ndarray:
+        """Return a number for each of `positions`; `read` returns those of some shards and rows of an opened set."""
         domains, shards, rows = self.source.locate(np.ascontiguousarray(positions, dtype=np.int64))
-        pairs = np.empty(len(positions), dtype=np.int64)
+        found: np.ndarray = np.empty(len(positions), dtype=dtype)
         for index in np.unique(domains).tolist():
             in_domain = domains == index
             opened = self._sets[index]
             opened.follow(self.source.domains[index].manifest)
-            pairs[in_domain] = opened.attention_pairs(shards[in_domain], rows[in_domain])
-        return pairs
+            found[in_domain] = read(opened, shards[in_domain], rows[in_domain])
+        return found
 
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return `Source.locate`. Once batches follow each other evenly, also locate those to come: for a thousand

@@ -129,6 +129,8 @@ class Coordinator:
         self.said: list[str] = []
         self.fenced = Method(lambda: set(self.gone))
         self.avoided = Method(lambda: set(self.bad_nodes))
+        self.replaced_nodes: set[str] = set()
+        self.nodes_out = Method(lambda: set(self.replaced_nodes))
         self.lost = Method(lambda: Answer(self.owner) if self.owner is None else _value(self.owner))
         self.dead = Method(lambda names, reason: names)
         self.say = Method(self.said.append)
@@ -277,6 +279,21 @@ def test_a_node_to_avoid_is_used_if_others_hold_the_good_ones(world: World):
     group = world.start()
     assert world.names(group) == ["bad"]
     assert world.ray.now <= 1000 + 2 * ray_workers.START_SECONDS + 1
+
+
+def test_a_worker_on_a_node_that_fails_often_is_not_replaced_while_it_lives(world: World):
+    """Beside its substitute it would hold a CPU that a generator of rollouts waits for."""
+    world.pool.most, world.pool.sizes = 1, (1,)
+    world.add("a")
+    group = world.start()
+    world.add("b")
+    world.coordinator.bad_nodes = {"a"}
+    group.poll_status(0.1)
+    assert [actor.node for actor in world.ray.actors] == ["a"]
+    world.coordinator.replaced_nodes = {"a"}
+    world.ray.now += ray_workers.LOOK_SECONDS
+    group.poll_status(0.1)
+    assert [actor.node for actor in world.ray.actors] == ["a", "b"]
 
 
 def test_lost_and_fenced_workers_leave_and_the_others_stay(world: World):

@@ -69,13 +69,13 @@ def gate(run: str, step: int, file: Path) -> str:
     return f"{{kind: 'tests.unit.outer.groups:Gate', run: {run}, step: {step}, file: {file}}}"
 
 
-def train_together(configs: list[TrainConfig]) -> None:
-    """Train groups at the same time, and raise the first error."""
+def train_together(configs: list[TrainConfig], train: Callable[[TrainConfig], object] = fit_local) -> None:
+    """Train groups at the same time, in threads, and raise the first error."""
     errors: list[BaseException] = []
 
     def run(settings: TrainConfig) -> None:
         try:
-            fit_local(settings)
+            train(settings)
         except BaseException as error:
             errors.append(error)
 
