@@ -8,6 +8,7 @@ packages.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parents[1]
 MARK = "mark.gpu"
+WORKERS = 6
+"""Processes that share the GPU: most of a test's time is start, compilation and work on the host."""
 
 
 def files() -> list[Path]:
@@ -24,9 +27,11 @@ def files() -> list[Path]:
 
 
 def command() -> list[str]:
-    """Return the arguments of Python that run these tests alone."""
+    """Return the arguments of Python that run these tests alone, in several processes if pytest-xdist is there."""
     paths = [str(file) for file in files()]
-    return ["-m", "pytest", "-m", "gpu", "-rfE", "-q", "--tb=short", "-p", "no:cacheprovider", *paths]
+    parallel = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
+    return ["-m", "pytest", "-m", "gpu", "-rfE", "-v", "--tb=short", "--show-capture=no", "--durations=10",
+            "-p", "no:cacheprovider", *parallel, *paths]
 
 
 def on_gpu(micro: MicroBatch) -> MicroBatch:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from tests import gpu
 from tests.benchmarks.gpu import bare, ours, pair, wheels
+from tests.benchmarks.gpu.__main__ import main
 from tests.benchmarks.gpu.case import BATCHES, END_OF_DOCUMENT, Case, batches
 from tests.benchmarks.gpu.goals import GOALS
 from tests.benchmarks.gpu.gpu_tests import counts
@@ -264,6 +265,7 @@ def test_each_row_has_a_function_and_a_name_of_its_own():
     rows = {row.name for row in ROWS}
     assert {goal.row for goal in GOALS} <= rows
     assert [row.name for row in chosen(["torchtitan, d", "memory"])] == ["torchtitan, documents", "memory tier"]
+    assert [row.name for row in chosen(["ours, documents"])] == ["ours, documents"]
     with pytest.raises(ValueError, match="no row has 'nothing' in its name"):
         chosen(["nothing"])
 
@@ -310,8 +312,29 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 def test_tests_marked_gpu_are_collected_without_ray():
     arguments = gpu.command()[2:]
-    done = subprocess.run([sys.executable, "-c", BLOCKER, *arguments, "--collect-only"], text=True, cwd=wheels.ROOT,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run([sys.executable, "-c", BLOCKER, *arguments, "-n", "0", "--collect-only", "-qq"], text=True,
+                          cwd=wheels.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "tests/gpu/test_precision.py" in done.stdout
     assert "error" not in done.stdout.splitlines()[-1]
+
+
+def test_the_figures_of_the_documentation_are_those_of_the_run():
+    rows = [json.loads(line) for line in (wheels.ROOT / "tests/benchmarks/gpu/results/2026-11-26-h100.jsonl").open()]
+    page_text = (wheels.ROOT / "docs/gpu_benchmark.md").read_text()
+    measured = [row for row in rows if "tokens_per_second" in row]
+    assert measured
+    for row in measured:
+        time = f"{row['ms']:.1f} ({row['ms_low']:.1f} to {row['ms_high']:.1f})"
+        cells = (row["row"], f"{row['rows']} x {row['length']}", time, f"{row['tokens_per_second']:,.0f}",
+                 f"{100 * row['mfu']:.1f} %", f"{row['peak_gib']:.1f}",
+                 f"{row['loss_first']:.2f} to {row['loss_last']:.2f}")
+        assert f"| {' | '.join(cells)} |" in page_text
+
+
+def test_a_table_is_made_from_the_rows_of_a_past_run(capsys: pytest.CaptureFixture[str]):
+    file = wheels.ROOT / "tests/benchmarks/gpu/results/2026-11-26-h100.jsonl"
+    assert main(["--table", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("NVIDIA H100 80GB HBM3, torch 2.11.0+cu130")
+    assert "at least 1.15 times | 1.03     | not met" in printed

@@ -27,6 +27,8 @@ LONG = 8192
 """Rows above this many tokens use blockwise attention on a CPU: a dense mask would take more than 64 MiB a row."""
 LONG_SLICES = 1024
 """The same for slices of rows, as in context parallelism."""
+NARROWEST_FLEX = 16
+"""Width of the narrowest heads that FlexAttention's compiled kernel takes (torch 2.11; found on an H100)."""
 CUDNN = 91_000
 """cuDNN attention is used from 9.10 on; torch 2.11 comes with 9.19."""
 
@@ -103,13 +105,17 @@ def choose(requested: str, machine: Machine, dtype: torch.dtype, head_width: int
                           f"to {_widest(machine)}; here are {machine.device}, {dtype}, heads of {head_width} and "
                           f"{'whole rows' if rows_complete else 'slices of rows'}", where="model.attention",
                           fix="set model.attention=auto")
+    narrow = machine.device == "cuda" and head_width < NARROWEST_FLEX
+    if requested == "flex" and narrow:
+        raise ConfigError(f"flex attention on a GPU needs heads of at least {NARROWEST_FLEX}; here are heads of "
+                          f"{head_width}", where="model.attention", fix="set model.attention=auto")
     implementation = choose_flash(machine, head_width, flash) if able else "FA2"
     if requested != "auto":
         return Choice(requested, implementation)
     if machine.device != "cuda":
         return Choice("blockwise" if length > (LONG if rows_complete else LONG_SLICES) else "masked")
     if not able:
-        return Choice("flex")
+        return Choice("masked" if narrow else "flex")
     if not whole_rows or window:  # SDPA takes no window
         return Choice("varlen", implementation)
     return Choice("causal", implementation, cudnn=implementation == "FA2" and _fits_cudnn(machine, head_width))

@@ -1,6 +1,6 @@
 """Measure one GPU and print the table.
 
-    python -m tests.benchmarks.gpu [--budget 570] [--out gpu-results] [--only TEXT ...] [--list]
+    python -m tests.benchmarks.gpu [--budget 570] [--out gpu-results] [--only TEXT ...] [--list] [--table FILE]
 
 Each row of the table is measured in a process of its own, most valuable first, and is appended to rows.jsonl in the
 output folder at once. Rows that run out of memory are tried again with half the batch. Rows that the budget does not
@@ -11,6 +11,7 @@ that it works and nothing else. See docs/gpu_benchmark.md.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -38,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if options.table is not None:
+        records = [json.loads(line) for line in options.table.read_text().splitlines()]
+        print(page(records, next((record["device"] for record in records if "device" in record), "unknown")), end="")
+        return 0
     if options.list:
         for row in rows:
             print(f"{row.name:34} {row.function:24} {row.case.rows} x {row.case.length}, documents of "
@@ -54,6 +59,7 @@ def _options(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the results")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose name contains a text")
     parser.add_argument("--list", action="store_true", help="list the rows and stop")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a rows.jsonl and stop")
     return parser.parse_args(arguments)
 
 

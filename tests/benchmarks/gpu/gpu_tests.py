@@ -21,9 +21,14 @@ def run(case: Case) -> dict[str, Any]:
     Raises:
         RuntimeError: pytest did not get as far as a summary.
     """
-    done = subprocess.run([sys.executable, *command()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
-    return counts(done.stdout)
+    lines = []
+    with subprocess.Popen([sys.executable, *command()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", flush=True)  # at once: the row's time limit must not hide which tests ran
+            lines.append(line)
+    return counts("".join(lines))
 
 
 def counts(output: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ SHOWN = {"row", "rows", "length", "document", "halved", "status", "reason", "sec
          "stall_share", "stall_ms_all", "slower", "device"}
 """Figures that have a column, or are only in rows.jsonl. The remarks name all others."""
 NO_GPU = "shape only, no timing"
+REMARK = 200
+"""Characters of a figure in the remarks; rows.jsonl has all of it."""
 
 
 def page(records: Sequence[Mapping[str, Any]], device: str) -> str:
@@ -89,7 +91,8 @@ def _remarks(record: Mapping[str, Any], timed: bool) -> str:
     for name, value in record.items():
         is_time = isinstance(value, float) and not timed
         if name not in SHOWN and value not in (None, [], "") and not is_time:
-            remarks.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {_safe(str(value))}")
+            text = f"{value:.3g}" if isinstance(value, float) else _safe(str(value))
+            remarks.append(f"{name} {text if len(text) <= REMARK else text[:REMARK] + '...'}")
     return ", ".join(remarks)
 
 

@@ -23,6 +23,8 @@ def gpu(major: int, minor: int, *installed: str, deterministic: bool = False) ->
     (Machine("cpu"), BF16, 64, Choice("masked"), Choice("masked")),
     (Machine("cpu"), FP32, 64, Choice("masked"), Choice("masked")),
     (gpu(9, 0), FP32, 64, Choice("flex"), Choice("flex")),
+    (gpu(9, 0), FP32, 8, Choice("masked"), Choice("masked")),
+    (gpu(9, 0), BF16, 8, Choice("varlen"), Choice("causal")),
     (gpu(7, 5), torch.float16, 64, Choice("flex"), Choice("flex")),
     (gpu(8, 0, "cuDNN"), BF16, 64, Choice("varlen"), Choice("causal")),
     (gpu(8, 9, *ALL), BF16, 64, Choice("varlen"), Choice("causal")),
@@ -55,6 +57,12 @@ def test_soft_capping_and_sinks_run_where_scores_can_be_changed():
     (gpu(10, 0, *ALL, deterministic=True), 128, Choice("causal"))])
 def test_reproducible_mode_gets_deterministic_kernels(machine: Machine, width: int, expected: Choice):
     assert choose("auto", machine, BF16, width, whole_rows=True) == expected
+
+
+def test_flex_on_a_gpu_needs_heads_of_16():
+    assert choose("flex", gpu(9, 0), FP32, 16) == Choice("flex")
+    with pytest.raises(ConfigError, match="heads of at least 16; here are heads of 8"):
+        choose("flex", gpu(9, 0), FP32, 8)
 
 
 def test_slices_of_rows_and_windows():
