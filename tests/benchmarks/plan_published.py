@@ -1,4 +1,6 @@
-"""Compare the predictions of `tidewheel plan` with published speeds, to which nothing is fitted.
+"""Compare the predictions of `tidewheel plan` with published speeds, and with Tidewheel's own on a GPU.
+
+Nothing is fitted to either.
 
     python -m tests.benchmarks.plan_published
 
@@ -13,17 +15,24 @@ tensor-parallel ranks, which Tidewheel does not do, the row has as many context-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.gpu.ours import configuration
+from tests.benchmarks.gpu.rows import ROWS
 from tidewheel.config import build
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job, Layout
+from tidewheel.plan.memory import memory
 from tidewheel.plan.routed_rows import OWN, ExpertTechniques
 from tidewheel.plan.step_time import step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
+
+OWN_RUN = Path(__file__).parent / "gpu/results/2026-11-26-h100.jsonl"
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,45 @@ def mixtures_table() -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
+class Own:
+    """A step of Tidewheel on one GPU."""
+
+    row: str
+    tokens: str
+    measured: tuple[float, float]
+    """Tokens/s and the peak of memory in GiB."""
+    planned: tuple[float, float]
+
+
+def own_steps() -> list[Own]:
+    """Return Tidewheel's own steps on one H100. Packed documents leave out attention that the plan counts."""
+    steps = []
+    cases = {row.name: row.case for row in ROWS}
+    for record in map(json.loads, OWN_RUN.read_text().splitlines()):
+        if not record["row"].startswith("ours") or "tokens_per_second" not in record:
+            continue
+        config = configuration(replace(cases[record["row"]], rows=record["rows"]))
+        layout = Layout(config.parallel, config.memory, config.batch.micro_sequences, 1, 1)
+        job = Job(config, cases[record["row"]].vocabulary, record["length"])
+        planned = step_time(job, layout, ClusterConfig(gpus=1, gpu="h100")).tokens_per_second
+        steps.append(Own(record["row"], f"{record['rows']} x {record['length']}",
+                         (record["tokens_per_second"], record["peak_gib"]),
+                         (planned, memory(job, layout).total / 2**30)))
+    return steps
+
+
+def own_table() -> list[str]:
+    """Return the lines of the table of Tidewheel's own steps, in Markdown."""
+    lines = ["| Tidewheel on an H100 | tokens | tokens/s | planned | measured / planned | peak GiB | planned |",
+             "|---|---|---|---|---|---|---|"]
+    for step in own_steps():
+        speed, peak = step.measured
+        lines.append(f"| {step.row} | {step.tokens} | {speed:,.0f} | {step.planned[0]:,.0f} | "
+                     f"{speed / step.planned[0]:.0%} | {peak:.1f} | {step.planned[1]:.1f} |")
+    return lines
+
+
 def main() -> None:
     print("| run | GPUs | length | tokens/s and GPU, published | the plan | published / plan |")
     print("|---|---|---|---|---|---|")
@@ -181,8 +229,9 @@ def main() -> None:
         speed, _ = predicted(run)
         print(f"| {run.source} | {run.gpus:,} {run.gpu} | {run.length:,} | {run.published:,.0f} | {speed:,.0f} | "
               f"{run.published / speed:.0%} |")
-    print()
-    print("\n".join(mixtures_table()))
+    for table in (mixtures_table(), own_table()):
+        print()
+        print("\n".join(table))
 
 
 if __name__ == "__main__":
