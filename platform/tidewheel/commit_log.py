@@ -9,7 +9,6 @@ The number of a worker group encodes its epoch: generation = epoch * GENERATIONS
 
 from __future__ import annotations
 
-import random
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -21,12 +20,12 @@ from tidewheel.commit_protocol import SlotsContested
 from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import OwnershipError, StorageAwayError, StorageError
 from tidewheel.lease import Holder
+from tidewheel.retry import JITTER
 from tidewheel.storage import Store
 
 FOLDER = "commits"
 GENERATIONS_PER_EPOCH = 1_000_000
 TAKE_OVER, COMMIT, RETIRE, RELEASE = "take_over", "commit", "retire", "release"
-_JITTER = random.Random()  # not the shared generator, which belongs to the user
 PAUSE_SECONDS = 0.05
 """Pauses between tries of a contested slot are random, up to this many seconds times the number of the try."""
 
@@ -252,7 +251,7 @@ def _execute(store: Store, request: protocol.Request) -> Any:
         case protocol.Delete(name):
             return store.delete(name)
         case protocol.Pause(attempt):
-            return time.sleep(_JITTER.random() * PAUSE_SECONDS * min(attempt, 20))
+            return time.sleep(JITTER.random() * PAUSE_SECONDS * min(attempt, 20))
 
 
 def taken_over(where: str, head: Record | None) -> OwnershipError:

@@ -18,8 +18,9 @@ from tidewheel import time_limit
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_JITTER = random.Random()
-"""Python's shared generator belongs to the user: a retry must not change what a transform or a run draws from it."""
+JITTER = random.Random()
+"""For pauses. Python's shared generator belongs to the user: a pause must not change what a transform or a run draws
+from it."""
 LOUD_TRY = 3
 """The first retry of a call is ordinary; from this try on, retries are logged as warnings."""
 
@@ -45,7 +46,7 @@ class RetryPolicy:
 
     def pause(self, tries: int) -> float:
         """Return a random number of seconds to wait after the failed try number `tries`, counted from 1."""
-        return _JITTER.random() * min(self.longest_pause_seconds, self.pause_seconds * 2 ** min(tries - 1, 16))
+        return JITTER.random() * min(self.longest_pause_seconds, self.pause_seconds * 2 ** min(tries - 1, 16))
 
 
 POLICY = RetryPolicy()

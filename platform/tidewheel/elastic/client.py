@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import socket
 import threading
 import time
@@ -26,9 +25,9 @@ from tidewheel.elastic.messages import (
     decode_from_coordinator,
     encode,
 )
+from tidewheel.retry import JITTER
 
 logger = logging.getLogger(__name__)
-_JITTER = random.Random()  # not the shared generator, which belongs to the user
 
 CONNECT_SECONDS = 10.0
 RETRY_SECONDS = 1.0
@@ -146,7 +145,7 @@ class Client:
                     answered = time.monotonic()
                 if left < 0 or time.monotonic() - answered > REFUSED_SECONDS:
                     return
-                time.sleep(pause * _JITTER.uniform(0.5, 1.0))  # not all workers at once
+                time.sleep(pause * JITTER.uniform(0.5, 1.0))  # not all workers at once
                 pause = min(2 * pause, RETRY_SECONDS / 2)
                 continue
             # a process that accepts the connection may be stopped: wait for it, and do not connect twice

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from tidewheel.errors import StorageAwayError
+from tidewheel.retry import JITTER
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.storage_wait import limit_of
 
@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 PAUSE_SECONDS = 1.0
 """Pauses between tries are random, up to this many seconds."""
 T = TypeVar("T")
-_JITTER = random.Random()
 
 
 def patiently(function: Callable[[], T], config: TrainConfig, ended: threading.Event | None = None) -> T:
@@ -42,7 +41,7 @@ def patiently(function: Callable[[], T], config: TrainConfig, ended: threading.E
                 logger.warning("rollouts wait for storage: %s", error)
             if now - first > limit_of(config):
                 raise
-            pause = PAUSE_SECONDS * _JITTER.random()
+            pause = PAUSE_SECONDS * JITTER.random()
             if ended is None:
                 time.sleep(pause)
             elif ended.wait(pause):
