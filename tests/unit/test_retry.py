@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += seconds
 
     monkeypatch.setattr(retry, "time", Clock)
-    monkeypatch.setattr(retry._JITTER, "random", lambda: 1.0)
+    monkeypatch.setattr(retry.JITTER, "random", lambda: 1.0)
     monkeypatch.setattr(TimeLimit, "pause", pause)
     return now
 

@@ -166,7 +166,7 @@ def test_requests_inside_a_wait_have_no_budgets_of_their_own(monkeypatch):
     """A failing request ends with the wait, which does not multiply its tries."""
     monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
     quick = retry.RetryPolicy(budget_seconds=1e6, pause_seconds=0.1, longest_pause_seconds=0.1)
-    monkeypatch.setattr(retry._JITTER, "random", lambda: 1.0)
+    monkeypatch.setattr(retry.JITTER, "random", lambda: 1.0)
     tries, events = [], []
 
     def request() -> None:
