@@ -244,6 +244,15 @@ def test_options_that_the_tests_add_are_part_of_the_command(page):
         assert re.search(rf"^[^#]* {re.escape(options)}$", run, re.MULTILINE), options
 
 
+def test_the_readme_names_every_package():
+    text = (ROOT / "README.md").read_text()
+    tree = text[text.index("platform/tidewheel/ "):].split("```")[0]
+    root = ROOT / "platform/tidewheel"
+    missing = [folder.name for folder in root.iterdir() if (folder / "__init__.py").exists()
+               and not re.search(rf"^  (?:[\w, .]*, )?{folder.name}/", tree, re.MULTILINE)]
+    assert not missing
+
+
 def test_the_pages_show_what_a_newcomer_needs():
     run = {command for page in TASKS for command in calls(DOCS / f"{page}.md", "tidewheel")}
     for start in ("data run", "train", "checkpoint export", "plan", "k8s render", "k8s lint", "doctor",
