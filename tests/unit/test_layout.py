@@ -68,6 +68,7 @@ ALLOWED_BACKWARDS = {
     ("storage", "stores"): "`store` opens URIs with the parts for their schemes",
 }
 ALLOWED_CIRCLES = ALLOWED_BACKWARDS | {
+    ("storage.base", "storage"): "a store opens the stores below it by their URIs",
     ("models.family", "models.families"): "the registry of model families imports the built-in ones on first use",
     ("cluster.background", "cluster.supervisor"): "the background cluster runs its supervisor as `python -m`",
 }

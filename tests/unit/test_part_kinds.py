@@ -35,7 +35,7 @@ COMMON_WORDS = {"constant", "linear", "regex", "urls", "language", "words", "cla
                 "jsonl", "text", "tsv", "arrow", "parquet", "warc", "file"}
 """Built-in names that also mean something else. `test_layout.py` has narrower rules for filters and readers."""
 ALLOWED = {
-    ("storage scheme", "storage.py", "file"): "local paths are the interface's own, also as file:// URIs",
+    ("storage scheme", "storage/__init__.py", "file"): "local paths are the interface's own, also as file:// URIs",
     ("storage scheme", "cli.py", "s3"): "an option of the demo: it starts a server of this protocol",
     ("storage scheme", "cluster/s3_server.py", "s3"): "the demo's server",
     ("model family", "shards/tokenizer/tiktoken_ranks.py", "gpt2"): "the tokenizer of that name",

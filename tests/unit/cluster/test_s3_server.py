@@ -15,7 +15,7 @@ from tidewheel.cluster import s3_server
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import ClusterError, StorageError
 
-SOURCES = str(Path(storage.__file__).parents[1])
+SOURCES = str(Path(storage.__file__).parents[2])
 
 
 def alive(pid: int) -> bool:

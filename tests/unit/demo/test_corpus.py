@@ -77,7 +77,7 @@ def test_it_is_deterministic_and_tells_nothing_of_this_machine(built: tuple[Stor
     place, info = built
     code = ("from tidewheel.demo.corpus import build_corpus\nfrom tidewheel.storage import store\n"
             f"build_corpus(store({str(tmp_path)!r}), max_bytes=3_000_000)")
-    environment = {**os.environ, "PYTHONPATH": str(Path(storage.__file__).parents[1]), "PYTHONHASHSEED": "7"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(storage.__file__).parents[2]), "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd="/", timeout=120)
     again = store(tmp_path)
     for key in (*info.files, *info.evals, "planted.json"):
