@@ -14,6 +14,7 @@ import torch
 from tidewheel.train import parallel
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.guards.hang import Watch
+from tidewheel.train.guards.policy import Guard
 from tidewheel.train.guards.recomputation import Recomputation
 from tidewheel.train.guards.verdict import SilentCorruptionError
 from tidewheel.train.parallel import ParallelModel, local
@@ -129,7 +130,10 @@ class Rig:
                                       Watch(config.guards, rank, world_size), StorageWait.of(config, runtime))
         parallel.init_weights(self.training.model, config.seed)
         self.training.optimizer.started()
-        self.checks = Recomputation(self.training)
+        self.guard = Guard(config.guards, self.training.device)
+        self.checks = Recomputation(self.training, self.guard)
+        self.checked = False
+        """Whether the newest step was one that is checked."""
         self.step = 0
         self._tensors = [local(tensor) for group in self.training.state().values() for tensor in group.values()]
         self._good = [tensor.clone() for tensor in self._tensors]
@@ -159,12 +163,14 @@ class Rig:
             assert random is not None
             self.flip_state(place, random)
         before: Callable[[], None] = _nothing
+        self.checked = checked and self.checks.is_due(self.step)
         if checked:
             before = self.checks.before(self.step, micro_batches, before)
         with self._faulty(place, random, micro_batches):
             started = start_step(
                 training.model, training.optimizer, micro_batches, training.collectives, before_update=before,
-                virtual_ranks=training.config.batch.virtual_ranks, clip_norm=training.config.optimizer.clip_norm)
+                virtual_ranks=training.config.batch.virtual_ranks, clip_norm=training.config.optimizer.clip_norm,
+                guard=self.guard)
         started.result()
 
     def flip_state(self, place: str, random: random.Random) -> None:
@@ -191,6 +197,7 @@ class Rig:
         order = self.training.model.order
         assert order is not None
         order.tap = None
+        self.guard.in_a_row = 0
 
     def mark(self) -> None:
         """Keep the present state for `go_back`."""

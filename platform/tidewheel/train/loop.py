@@ -126,7 +126,7 @@ class Loop:
         self._recording = Recording(training, self._metrics, self._callbacks)
         self._speed_shares = SpeedShares(training, self._recording.digest)
         self._guarding = Guarding(training, guard, self._resuming, self._metrics, self._callbacks)
-        self._recomputation = Recomputation(training)
+        self._recomputation = Recomputation(training, guard)
         self._curvature = Curvature(training)
         self._publishing = Publishing(config, training.model, training.record.store)
         self._growth = Growth(config, training.source, training.collectives, training.record, runtime.control,

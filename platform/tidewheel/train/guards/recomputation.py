@@ -11,6 +11,8 @@ one micro-batch, a digest of it is taken. The parameters change only after the d
 3. On a difference, the workers tell each other all digests. For a gradient they compute twice more: each its own
    micro-batches, then those of a third worker. `verdict` names the rank.
 
+The step after one whose update was withheld is checked too: a number that is not finite may be a wrong bit.
+
 A state is known good if it is that before a step whose check has passed.
 """
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from tidewheel.train.guards import digest, sampling
 from tidewheel.train.guards.digest import GradientDigests
+from tidewheel.train.guards.policy import Guard
 from tidewheel.train.guards.replicas import Replicas
 from tidewheel.train.guards.verdict import Finding, SilentCorruptionError, of_computations
 from tidewheel.train.parallel import local
@@ -54,18 +57,29 @@ class Recomputation:
 
     Args:
         training: this worker's share of the run.
+        guard: judges the steps. Its counts are the same on all ranks.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._training, self._config = training, training.config.guards.recomputation
+    def __init__(self, training: Training, guard: Guard) -> None:
+        self._training, self._config, self._guard = training, training.config.guards.recomputation, guard
         self._names: list[str] = []
         self._nodes: list[int] = []
         if self._config is not None:
             self._replicas = Replicas.of(training.config, training.model, training.optimizer)
             self._meet()
 
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is checked.
+
+        Args:
+            step: counts from 1.
+        """
+        if self._config is None:
+            return False
+        return self._guard.in_a_row > 0 or sampling.is_sampled(self._training.config.seed, step, self._config.share)
+
     def before(self, step: int, micro_batches: Sequence[MicroBatch], settle: Callable[[], None]) -> Callable[[], None]:
-        """Compute a sampled step's gradient for the first time, before `start_step` does; return its `before_update`.
+        """Compute a checked step's gradient for the first time, before `start_step` does; return its `before_update`.
 
         Args:
             step: counts from 1.
@@ -73,7 +87,7 @@ class Recomputation:
             settle: what has to come before an update as well.
         """
         training = self._training
-        if self._config is None or not sampling.is_sampled(training.config.seed, step, self._config.share):
+        if not self.is_due(step):
             return settle
         order = training.model.order
         assert order is not None, "the configuration is refused outside reproducible mode"

@@ -91,3 +91,27 @@ def test_every_mesh_is_checked(tmp_path: Path):
         assert result["event"]["found"][0]["place"] == LAST[place]
     for mesh in ("hsdp", "context", "noise"):
         assert results[f"{mesh} gradient"]["ranks"] == [3], mesh
+
+
+def a_weight_is_not_a_number(folder: str) -> None:
+    """Make a weight of the last rank not a number in a run that samples no step in reach; write down what was found."""
+    rank = dist.get_rank()
+    with deterministic_kernels():
+        rig = Rig(settings(Path(folder), "not-a-number", 1e-6, *LAYOUTS["ddp"]), rank, 3)
+        before = [rig.found() for _ in range(2)]
+        assert not rig.checked
+        if rank == 2:
+            next(iter(rig.training.state()["model"].values())).view(-1)[0] = float("nan")
+        errors = [rig.found() for _ in range(2)]
+        rig.close()
+    result = {"before": [str(error) for error in before if error],
+              "found": [error and list(error.ranks) for error in errors]}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+
+
+def test_the_step_after_one_that_was_withheld_is_checked(tmp_path: Path):
+    """Its norm was not finite, so the update was withheld, and no weight of the other ranks is spoilt."""
+    write_shards(tmp_path / "shards", rows=60)
+    on_ranks(3, a_weight_is_not_a_number, str(tmp_path))
+    for rank in range(3):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {"before": [], "found": [None, [2]]}
