@@ -143,8 +143,7 @@ def storage_silent(world: World, rng: random.Random) -> str:
 
 def second_driver(world: World, rng: random.Random) -> str:
     """Start another driver of the run with another learning rate while the first one trains; it must be refused."""
-    at = world.step
-    if not world.wait_for(lambda: world.step > at, 120) or world.over.is_set():
+    if not world.wait_for(world.driver_trains, 120) or world.over.is_set():
         return "no worker trained: not done"
     code, error = world.second_driver("optimizer.learning_rate=1e-2")
     if world.over.is_set():

@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 15.0
 """Longest wait of a group for processes that come up, once a legal number is up. The others join it later."""
+CROWDED_SECONDS = 3.0
+"""The same for processes on nodes whose resources others held when they were started, such as generators of rollouts.
+What a process that has just ended held may still seem to be held."""
 SETTLE_SECONDS = 10.0
 """Longest wait until Ray has noticed dead nodes: 1-2 s on a local cluster, longer with Ray's defaults."""
 IDLE_SECONDS = 0.5
@@ -94,6 +97,8 @@ class Starting:
     identity: Any
     """Reference to the actor's answer to `identify`."""
     began: float
+    crowded: bool = False
+    """Whether others held the node's resources when the start was asked for."""
 
 
 @dataclass
@@ -204,14 +209,25 @@ class Workers:
         if avoided and not layout.largest_fit(self.sizes, expected + len(node_ids)):
             node_ids = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
         self.start_on(node_ids)
-        return self._come_up(size - len(workers))
+        return self._come_up(size - len(workers), len(workers))
 
-    def _come_up(self, requested: int) -> list[Worker]:
-        """Wait until `requested` processes have started, for START_SECONDS at most; return the started ones."""
+    def _come_up(self, requested: int, present: int) -> list[Worker]:
+        """Wait until processes have started, for START_SECONDS at most; return the started ones.
+
+        Args:
+            requested: most processes to wait for. With a legal number of workers, those on crowded nodes are waited for
+                only CROWDED_SECONDS: others may hold these nodes until the run ends.
+            present: workers that the group has besides.
+        """
         workers: list[Worker] = []
         until = time.monotonic() + START_SECONDS
         while self.starting and len(workers) < requested and time.monotonic() < until:
-            ray.wait([process.identity for process in self.starting], timeout=max(0.0, until - time.monotonic()))
+            ends = until
+            if layout.largest_fit(self.sizes, present + len(workers)):
+                ends = max(process.began + CROWDED_SECONDS if process.crowded else until for process in self.starting)
+            if time.monotonic() >= ends:
+                break
+            ray.wait([process.identity for process in self.starting], timeout=max(0.0, ends - time.monotonic()))
             workers += self.take_started(requested - len(workers))
         return workers
 
@@ -247,9 +263,13 @@ class Workers:
         """Start a process on the node of each id in `node_ids`; do not wait for it."""
         options = {**actor_resources(self.elastic.needs), "runtime_env": {"env_vars": train_environment()}}
         remote: Any = ray.remote(**options)(ElasticRayTrainWorker)
+        free = nodes.free() if node_ids else {}
+        begun = Counter[str]()
         for node in node_ids:
             actor = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-            self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic()))
+            crowded = node in free and begun[node] >= self._slots(free[node])
+            begun[node] += 1
+            self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic(), crowded))
 
     def free_places(self, taken: Counter[str], requested: int, *, settle_seconds: float = 0.0,
                     avoided: Collection[str] = ()) -> list[str]:
