@@ -202,7 +202,7 @@ class Workers:
     def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:
         """Start processes in addition to `workers`, up to `size` in all; return the processes that started."""
         held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
-        expected = len(workers) + len(self.quick())
+        expected = len(workers) + len(self.quick(CROWDED_SECONDS))
         missing = size - expected
         avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
         node_ids = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
@@ -214,20 +214,25 @@ class Workers:
     def _come_up(self, requested: int, present: int) -> list[Worker]:
         """Wait until processes have started, for START_SECONDS at most; return the started ones.
 
+        Those on crowded nodes are waited for only CROWDED_SECONDS if the workers are a legal number without them, or if
+        there are no others: their nodes may be held until the run ends.
+
         Args:
-            requested: most processes to wait for. With a legal number of workers, those on crowded nodes are waited for
-                only CROWDED_SECONDS: others may hold these nodes until the run ends.
+            requested: most processes to wait for.
             present: workers that the group has besides.
         """
         workers: list[Worker] = []
-        until = time.monotonic() + START_SECONDS
-        while self.starting and len(workers) < requested and time.monotonic() < until:
-            ends = until
+        began = time.monotonic()
+        while self.starting and len(workers) < requested:
+            ends = began + START_SECONDS
             if layout.largest_fit(self.sizes, present + len(workers)):
-                ends = max(process.began + CROWDED_SECONDS if process.crowded else until for process in self.starting)
-            if time.monotonic() >= ends:
+                ends = max(process.began + CROWDED_SECONDS if process.crowded else ends for process in self.starting)
+            elif all(process.crowded for process in self.starting):
+                ends = began + CROWDED_SECONDS
+            left = ends - time.monotonic()
+            if left <= 0:
                 break
-            ray.wait([process.identity for process in self.starting], timeout=max(0.0, ends - time.monotonic()))
+            ray.wait([process.identity for process in self.starting], timeout=left)
             workers += self.take_started(requested - len(workers))
         return workers
 
@@ -294,10 +299,15 @@ class Workers:
         places.sort(key=lambda place: place[:2])
         return [node_id for _, _, node_id in places[:requested]]
 
-    def quick(self) -> list[Starting]:
-        """Return the starting processes that may be up soon. Others may wait for what another actor on a node holds."""
+    def quick(self, crowded_seconds: float = START_SECONDS) -> list[Starting]:
+        """Return the starting processes that may be up soon. Others may wait for what another actor on a node holds.
+
+        Args:
+            crowded_seconds: time in which a process on a crowded node may be up.
+        """
         now = time.monotonic()
-        return [process for process in self.starting if now - process.began < START_SECONDS]
+        return [process for process in self.starting
+                if now - process.began < (crowded_seconds if process.crowded else START_SECONDS)]
 
     def _slots(self, resources: Mapping[str, float]) -> int:
         return layout.slots([resources], self.elastic.needs)

@@ -299,6 +299,24 @@ def test_a_node_to_avoid_is_used_if_others_hold_the_good_ones(world: World):
     assert world.ray.now <= 1000 + 2 * ray_workers.START_SECONDS + 1
 
 
+def test_a_node_to_avoid_is_used_soon_if_others_are_known_to_hold_the_good_ones(world: World):
+    world.add("bad", "held")
+    world.coordinator.bad_nodes = {"bad"}
+    world.known_busy = world.ray.slow = {"held"}
+    group = world.start()
+    assert world.names(group) == ["bad"]
+    assert world.ray.now <= 1000 + 2 * ray_workers.CROWDED_SECONDS
+
+
+def test_while_others_hold_all_nodes_a_start_looks_at_them_every_few_seconds(world: World):
+    world.add("a", "b")
+    world.known_busy = world.ray.slow = {"a", "b"}
+    with pytest.raises(ClusterError, match="did not come up"):
+        world.start()
+    assert len(world.ray.actors) <= 4, "two, and two more once the first have taken too long"
+    assert world.ray.now <= 1000 + 60 + 2 * ray_workers.CROWDED_SECONDS
+
+
 def test_a_worker_on_a_node_that_fails_often_is_not_replaced_while_it_lives(world: World):
     """Beside its substitute it would hold a CPU that a generator of rollouts waits for."""
     world.pool.most, world.pool.sizes = 1, (1,)
