@@ -203,13 +203,19 @@ class World:
                     found.append(json.loads(line))
         return [line for line in found if isinstance(line, dict)]
 
-    def wait_for(self, condition: Any, seconds: float) -> bool:
-        """Wait until `condition()` is true, and return False after `seconds` or the end of the run."""
+    def wait_for(self, condition: Any, seconds: float, poll: float = 0.05) -> bool:
+        """Wait until `condition()` is true, and return False after `seconds` or the end of the run.
+
+        Args:
+            condition: called every `poll` seconds.
+            seconds: longest wait.
+            poll: seconds between two calls.
+        """
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.over.is_set():
             if condition():
                 return True
-            time.sleep(0.05)
+            time.sleep(poll)
         return False
 
 
