@@ -26,6 +26,8 @@ from tests.agent_addresses import AgentAddresses
 from tidewheel.console import print_table
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.coordinator import Coordinator
+from tidewheel.ownership import acquire
+from tidewheel.storage import store
 from tidewheel.train.config import ElasticConfig
 
 PROCESSES = 4
@@ -165,7 +167,9 @@ class Measurement:
     def __init__(self, workers: int, beat: float) -> None:
         self.problems: list[str] = []
         self._workers = workers
-        self._coordinator = MeasuredCoordinator(tempfile.mkdtemp(), workers)
+        run = tempfile.mkdtemp()
+        acquire(store(run))  # a coordinator whose run has no owner gives it up
+        self._coordinator = MeasuredCoordinator(run, workers)
         self._coordinator.start("127.0.0.1")
         began = time.monotonic()
         before = self._coordinator.cpu_seconds()

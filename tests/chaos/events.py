@@ -32,6 +32,8 @@ FOUND_SECONDS = 120.0
 """Longest time until a flipped bit is found, also on a busy machine, if all steps are checked."""
 SILENT_SECONDS = 12.0
 NOTICE_SECONDS = 15.0
+SAVE_POLL_SECONDS = 0.002
+"""Time between two looks for a save: that of a small model takes 20 to 100 ms."""
 
 
 def kill_worker(world: World, rng: random.Random) -> str:
@@ -111,12 +113,22 @@ def kill_during_recovery(world: World, rng: random.Random) -> str:
 def kill_during_save(world: World, rng: random.Random, seconds: float = 3 * SAVE_EVERY) -> str:
     """Kill a worker while a checkpoint has files and no manifest yet, or after `seconds`."""
     checkpoints = Path(world.config.run_uri, "checkpoints")
+    past = {folder.name for folder in checkpoints.glob("step_*")}
+    saving: list[Path] = []
 
-    def saving() -> bool:
-        return any(not (folder / "manifest.json").exists() for folder in checkpoints.glob("step_*"))
+    def saves() -> bool:
+        saving[:] = [folder for folder in checkpoints.glob("step_*")
+                     if folder.name not in past and not (folder / "manifest.json").exists()]
+        return bool(saving)
 
-    caught = world.wait_for(saving, seconds)
-    return f"{kill_worker(world, rng)}, {'during a save' if caught else 'no save was seen'}"
+    pid = _random_worker(world, rng)
+    caught = world.wait_for(saves, seconds, SAVE_POLL_SECONDS)
+    if not caught:
+        return f"{kill_worker(world, rng)}, no save was seen"
+    if pid is None or not send(pid, signal.SIGKILL):  # it was lost, and another one saves
+        return f"{kill_worker(world, rng)}, at a save"
+    within = not (saving[0] / "manifest.json").exists()
+    return f"worker {pid}, {'during' if within else 'just after'} a save"
 
 
 def kill_driver(world: World, rng: random.Random) -> str:
@@ -143,8 +155,7 @@ def storage_silent(world: World, rng: random.Random) -> str:
 
 def second_driver(world: World, rng: random.Random) -> str:
     """Start another driver of the run with another learning rate while the first one trains; it must be refused."""
-    at = world.step
-    if not world.wait_for(lambda: world.step > at, 120) or world.over.is_set():
+    if not world.wait_for(world.driver_trains, 120) or world.over.is_set():
         return "no worker trained: not done"
     code, error = world.second_driver("optimizer.learning_rate=1e-2")
     if world.over.is_set():

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos.rollout_events import ROLLOUT_EVENTS, usual_of_rollouts
+from tests.chaos.rollout_events import ROLLOUT_EVENTS, open_until, usual_of_rollouts
 from tests.chaos.training import EventRecord, consequences
 from tests.chaos.world import World, disturbed_run
 from tests.sums import sums_run, train_base, write_sums
@@ -145,13 +144,6 @@ def disturb(world: World, rng: random.Random, kinds: list[str], gate: Path, *, k
             world.problems.append(f"no step for {PATIENCE:g} s after {kind} at step {step}")
             break
     return events
-
-
-def open_until(gate: Path, step: int) -> None:
-    """Let the run train until a step."""
-    new = gate.with_suffix(".new")
-    new.write_text(str(step))
-    os.replace(new, gate)
 
 
 def examine(world: World, alone: TrainConfig, unusable: set[str]) -> list[str]:

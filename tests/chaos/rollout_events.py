@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+from pathlib import Path
 
 from tests.chaos import events
 from tests.chaos.events import EVENTS, Event, later, send
@@ -12,6 +14,8 @@ from tidewheel.train.config import TrainConfig
 
 SAVE_SECONDS = 10.0
 """Longest wait for a save: the run trains only a few steps for each event."""
+START_SECONDS = 60.0
+"""Longest wait until the run has come to its gate, so that a save follows when the gate opens."""
 
 
 def kill_generator(world: World, rng: random.Random) -> str:
@@ -44,7 +48,23 @@ def kill_both(world: World, rng: random.Random) -> str:
 
 
 def kill_during_save(world: World, rng: random.Random) -> str:
+    """Let the run train to its next save, and kill a worker meanwhile."""
+    gate = Path(world.environment["CHAOS_GATE"])
+    world.wait_for(lambda: world.has_done(int(gate.read_text())) and world.trainers(), START_SECONDS)
+    later(0.1, lambda: open_until(gate, int(gate.read_text()) + world.config.checkpoint.every_steps))
     return events.kill_during_save(world, rng, SAVE_SECONDS)
+
+
+def open_until(gate: Path, step: int) -> None:
+    """Let the run train until a step.
+
+    Args:
+        gate: see CHAOS_GATE in `tests.chaos.driver`.
+        step: the last one that it may do.
+    """
+    new = gate.with_suffix(".new")
+    new.write_text(str(step))
+    os.replace(new, gate)
 
 
 def _kill(pids: list[int], rng: random.Random, count: int) -> str:

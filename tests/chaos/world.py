@@ -56,6 +56,8 @@ class Driver:
     killed: bool = False
     """Whether the test killed it."""
     error: str = ""
+    told: bool = False
+    """Whether it has told of a step, so the run is its own."""
 
 
 NEWEST_BYTES = 1 << 16
@@ -109,6 +111,7 @@ class World:
                     progress = json.loads(line)
                     self.step = progress.get("step", self.step)
                     self.world_size = progress.get("world_size", self.world_size)
+                    driver.told = driver.told or "step" in progress
             driver.code = self._process.wait()
             driver.ended = time.time()
             self._process.stdout.close()
@@ -146,6 +149,14 @@ class World:
         self.over.wait(timeout=30)
 
     # -- the state -------------------------------------------------------------------------------
+    def driver_trains(self) -> bool:
+        """Return whether the newest driver is alive and has told of a step.
+
+        A run that waits for its gate tells of no further step.
+        """
+        newest = self.drivers[-1] if self.drivers else Driver(0.0)
+        return newest.told and newest.code is None and not newest.killed
+
     def trainers(self) -> dict[int, NodeHandle]:
         """Return the process ids of the training workers and their nodes."""
         return processes(self.cluster, "RayTrainWorker")
@@ -192,13 +203,19 @@ class World:
                     found.append(json.loads(line))
         return [line for line in found if isinstance(line, dict)]
 
-    def wait_for(self, condition: Any, seconds: float) -> bool:
-        """Wait until `condition()` is true, and return False after `seconds` or the end of the run."""
+    def wait_for(self, condition: Any, seconds: float, poll: float = 0.05) -> bool:
+        """Wait until `condition()` is true, and return False after `seconds` or the end of the run.
+
+        Args:
+            condition: called every `poll` seconds.
+            seconds: longest wait.
+            poll: seconds between two calls.
+        """
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.over.is_set():
             if condition():
                 return True
-            time.sleep(0.05)
+            time.sleep(poll)
         return False
 
 

@@ -98,6 +98,7 @@ class Coordinator:
         self._events = RunEvents(self._run, order=first)
         self._renewal: Renewal | None = None
         self._snapshot = Snapshot()
+        self._changing = threading.Lock()  # calls and the membership's decisions change the snapshot, in other threads
         self._failed = -2  # newest generation whose failure is recorded
         self._pace = Pace()
         self._known = set[str]()
@@ -178,7 +179,12 @@ class Coordinator:
 
     def say(self, state: str) -> None:
         """Set the state that the driver shows."""
-        self._snapshot = replace(self._snapshot, state=state)
+        self._show(state=state)
+
+    def _show(self, **changes: Any) -> None:
+        """Change fields of the snapshot. A lost change of `generation` would hide all steps of that generation."""
+        with self._changing:
+            self._snapshot = replace(self._snapshot, **changes)
 
     def expect(self, workers: dict[str, str], anew: bool = False) -> None:
         """Note workers that are being started.
@@ -355,7 +361,7 @@ class Coordinator:
         self._placements.begin(self._placement(), self._membership.workers)
         HERE.begin(generation, 0)
         logger.info("generation %d begins with %d workers", generation, size)
-        self._snapshot = replace(self._snapshot, generation=generation, size=size, state=state)
+        self._show(generation=generation, size=size, state=state)
         self._past_of_generation = self.past()
 
     def _record(self, kind: str, detail: dict[str, Any], unix: float) -> None:
@@ -493,7 +499,7 @@ class Coordinator:
         if done.generation == self._snapshot.generation:
             HERE.step = done.step
             progress = {"step": done.step, "steps": done.steps, **done.metrics}
-            self._snapshot = replace(self._snapshot, progress=progress, state="running")
+            self._show(progress=progress, state="running")
             self._membership.remaining_seconds = self._pace.remaining(done.step, done.steps)
 
     # -- threads -----------------------------------------------------------------------------------

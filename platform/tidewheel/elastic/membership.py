@@ -554,6 +554,19 @@ class Membership:
         self._outbox.formed(generation.number, len(ranked))
         for rank, name in enumerate(generation.members):
             self._outbox.send(name, Join(generation.number, rank, len(ranked)))
+        if len(ranked) == self.largest:
+            self._end_replaced(generation, now)
+
+    def _end_replaced(self, generation: Generation, now: float) -> None:
+        """End workers of nodes that are not used now, whose substitutes have come up.
+
+        They would hold resources for which others wait, such as generators of rollouts.
+        """
+        out = self.nodes_out(now) - self._draining
+        for name, worker in list(self.workers.items()):
+            if name not in generation.ranks and worker.node in out:
+                self._outbox.fence(name)
+                del self.workers[name]
 
     def _progress(self, generation: Generation, step: int, now: float) -> None:
         if not generation.step and self._ended is not None and self._ended.ended_at is not None:

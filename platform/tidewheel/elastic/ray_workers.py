@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 15.0
 """Longest wait of a group for processes that come up, once a legal number is up. The others join it later."""
+CROWDED_SECONDS = 3.0
+"""The same for processes on nodes whose resources others held when they were started, such as generators of rollouts.
+What a process that has just ended held may still seem to be held."""
 SETTLE_SECONDS = 10.0
 """Longest wait until Ray has noticed dead nodes: 1-2 s on a local cluster, longer with Ray's defaults."""
 IDLE_SECONDS = 0.5
@@ -94,6 +97,8 @@ class Starting:
     identity: Any
     """Reference to the actor's answer to `identify`."""
     began: float
+    crowded: bool = False
+    """Whether others held the node's resources when the start was asked for."""
 
 
 @dataclass
@@ -197,21 +202,37 @@ class Workers:
     def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:
         """Start processes in addition to `workers`, up to `size` in all; return the processes that started."""
         held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
-        expected = len(workers) + len(self.quick())
+        expected = len(workers) + len(self.quick(CROWDED_SECONDS))
         missing = size - expected
         avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
         node_ids = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
         if avoided and not layout.largest_fit(self.sizes, expected + len(node_ids)):
             node_ids = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
         self.start_on(node_ids)
-        return self._come_up(size - len(workers))
+        return self._come_up(size - len(workers), len(workers))
 
-    def _come_up(self, requested: int) -> list[Worker]:
-        """Wait until `requested` processes have started, for START_SECONDS at most; return the started ones."""
+    def _come_up(self, requested: int, present: int) -> list[Worker]:
+        """Wait until processes have started, for START_SECONDS at most; return the started ones.
+
+        Those on crowded nodes are waited for only CROWDED_SECONDS if the workers are a legal number without them, or if
+        there are no others: their nodes may be held until the run ends.
+
+        Args:
+            requested: most processes to wait for.
+            present: workers that the group has besides.
+        """
         workers: list[Worker] = []
-        until = time.monotonic() + START_SECONDS
-        while self.starting and len(workers) < requested and time.monotonic() < until:
-            ray.wait([process.identity for process in self.starting], timeout=max(0.0, until - time.monotonic()))
+        began = time.monotonic()
+        while self.starting and len(workers) < requested:
+            ends = began + START_SECONDS
+            if layout.largest_fit(self.sizes, present + len(workers)):
+                ends = max(process.began + CROWDED_SECONDS if process.crowded else ends for process in self.starting)
+            elif all(process.crowded for process in self.starting):
+                ends = began + CROWDED_SECONDS
+            left = ends - time.monotonic()
+            if left <= 0:
+                break
+            ray.wait([process.identity for process in self.starting], timeout=left)
             workers += self.take_started(requested - len(workers))
         return workers
 
@@ -247,9 +268,13 @@ class Workers:
         """Start a process on the node of each id in `node_ids`; do not wait for it."""
         options = {**actor_resources(self.elastic.needs), "runtime_env": {"env_vars": train_environment()}}
         remote: Any = ray.remote(**options)(ElasticRayTrainWorker)
+        free = nodes.free() if node_ids else {}
+        begun = Counter[str]()
         for node in node_ids:
             actor = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-            self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic()))
+            crowded = node in free and begun[node] >= self._slots(free[node])
+            begun[node] += 1
+            self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic(), crowded))
 
     def free_places(self, taken: Counter[str], requested: int, *, settle_seconds: float = 0.0,
                     avoided: Collection[str] = ()) -> list[str]:
@@ -274,10 +299,15 @@ class Workers:
         places.sort(key=lambda place: place[:2])
         return [node_id for _, _, node_id in places[:requested]]
 
-    def quick(self) -> list[Starting]:
-        """Return the starting processes that may be up soon. Others may wait for what another actor on a node holds."""
+    def quick(self, crowded_seconds: float = START_SECONDS) -> list[Starting]:
+        """Return the starting processes that may be up soon. Others may wait for what another actor on a node holds.
+
+        Args:
+            crowded_seconds: time in which a process on a crowded node may be up.
+        """
         now = time.monotonic()
-        return [process for process in self.starting if now - process.began < START_SECONDS]
+        return [process for process in self.starting
+                if now - process.began < (crowded_seconds if process.crowded else START_SECONDS)]
 
     def _slots(self, resources: Mapping[str, float]) -> int:
         return layout.slots([resources], self.elastic.needs)

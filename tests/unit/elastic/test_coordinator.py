@@ -247,5 +247,28 @@ def test_each_failure_is_recorded_and_charged_once(tmp_path, quiet):
     assert [event["detail"]["error"] for event in events if event["kind"] == "failure"] == ["lost"]
 
 
+def test_a_state_that_is_told_while_a_generation_begins_does_not_undo_it(tmp_path, quiet, monkeypatch):
+    """With the number of the generation before it, the driver was told of no step of the new one."""
+    coordinator = coordinator_of(tmp_path)
+    within, began = Event(), Event()
+
+    def late(snapshot, **changes):
+        if changes == {"state": "waiting for nodes"}:
+            within.set()
+            began.wait(0.3)  # the snapshot has been read: with a lock, no generation begins until it is written
+        return replace(snapshot, **changes)
+
+    monkeypatch.setattr("tidewheel.elastic.coordinator.replace", late)
+    telling = threading.Thread(target=coordinator.say, args=("waiting for nodes",))
+    telling.start()
+    within.wait()
+    coordinator.formed(7, 2)
+    began.set()
+    telling.join()
+    coordinator._step(StepDone(7, 3, 10, {}))
+    assert (coordinator.snapshot().generation, coordinator.snapshot().progress["step"]) == (7, 3)
+    coordinator.end()
+
+
 def test_names_differ_by_run():
     assert actor_name("/a/runs/x") == actor_name("/a/runs/x") != actor_name("/a/runs/y")

@@ -308,6 +308,25 @@ def test_workers_of_an_avoided_node_leave_at_a_step_boundary(world):
     assert not world.membership.avoided
 
 
+def test_a_slow_worker_ends_when_its_substitute_trains():
+    """It held a CPU that a generator of rollouts waited for, whose own the substitute had taken."""
+    world = World((1, 2))
+    world.start("a", "slow")
+    world.run(1)
+    world.membership.avoid("node of slow")
+    world.wait(2, "a", "slow")
+    world.leave("a", "slow", reason=ExitReason.PREEMPTED)
+    assert world.members == ("a",)
+    assert not world.fenced, "it is needed if a is lost before the substitute has come up"
+    world.come("b")
+    world.run(2)
+    world.wait(4, "a", "b", "slow")
+    world.leave("a", reason=ExitReason.PREEMPTED)
+    assert set(world.members) == {"a", "b"}
+    assert world.fenced == ["slow"]
+    assert set(world.membership.workers) == {"a", "b"}
+
+
 def test_too_few_workers_for_too_long_lead_to_a_restart():
     world = World((2, 4))
     world.start("a", "b")

@@ -214,6 +214,24 @@ def test_a_group_does_not_wait_for_a_slow_process_when_a_legal_number_is_up(worl
     assert world.coordinator.expected[-1] == ({slow.name: "b"}, False)
 
 
+def test_with_a_legal_number_a_group_waits_only_briefly_for_a_node_that_others_hold(world: World):
+    """Generators of rollouts hold their nodes until the run ends; after a driver's death each start lost 15 s."""
+    world.add("free", "held")
+    world.known_busy = world.ray.slow = {"held"}
+    group = world.start()
+    assert world.names(group) == ["free"]
+    assert world.ray.now == pytest.approx(1000 + ray_workers.CROWDED_SECONDS)
+    waiting = next(actor for actor in world.ray.actors if actor.node == "held")
+    waiting.identity.ready = True
+    assert len(group.poll_status(0.1).worker_statuses) == 2, "it joins when the node is given back"
+
+
+def test_a_node_that_offers_more_workers_than_it_has_room_for_is_crowded(world: World):
+    world.add("node", cpus=2)
+    world.pool.start_on(["node", "node", "node"])
+    assert [process.crowded for process in world.pool.starting] == [False, False, True]
+
+
 def test_without_room_the_start_waits_and_then_gives_up(world: World):
     with pytest.raises(ClusterError, match=r"1 worker\(s\) found no room on nodes for 60 s"):
         world.start()
@@ -279,6 +297,24 @@ def test_a_node_to_avoid_is_used_if_others_hold_the_good_ones(world: World):
     group = world.start()
     assert world.names(group) == ["bad"]
     assert world.ray.now <= 1000 + 2 * ray_workers.START_SECONDS + 1
+
+
+def test_a_node_to_avoid_is_used_soon_if_others_are_known_to_hold_the_good_ones(world: World):
+    world.add("bad", "held")
+    world.coordinator.bad_nodes = {"bad"}
+    world.known_busy = world.ray.slow = {"held"}
+    group = world.start()
+    assert world.names(group) == ["bad"]
+    assert world.ray.now <= 1000 + 2 * ray_workers.CROWDED_SECONDS
+
+
+def test_while_others_hold_all_nodes_a_start_looks_at_them_every_few_seconds(world: World):
+    world.add("a", "b")
+    world.known_busy = world.ray.slow = {"a", "b"}
+    with pytest.raises(ClusterError, match="did not come up"):
+        world.start()
+    assert len(world.ray.actors) <= 4, "two, and two more once the first have taken too long"
+    assert world.ray.now <= 1000 + 60 + 2 * ray_workers.CROWDED_SECONDS
 
 
 def test_a_worker_on_a_node_that_fails_often_is_not_replaced_while_it_lives(world: World):
