@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tidewheel as tw
+from tests.cluster.jobs import submitting
 from tests.own_parts import overrides, without_sevens, write_parts
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.jobs import JobServer
@@ -20,7 +21,6 @@ from tidewheel.jsonlog import read
 from tidewheel.storage import store
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 FEW_STEPS = ("partitions=1", "steps=[dedup_exact, {tokenize: {train: {vocabulary_size: 512, sample_bytes: 200000}}}, "
              "{pack: {sequence_length: 64}}]")
 """Settings of a pipeline that prepares data quickly; `test_demo.py` and the first page of the docs run all steps."""
@@ -42,14 +42,11 @@ def place(tmp_path_factory):
     return folder
 
 
-def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run `ray job submit --working-dir . -- COMMAND`, as in the README."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment |= cluster.client_environment
-    return subprocess.run(
-        [str(BIN / "ray"), "job", "submit", "--address", cluster.dashboard_url, "--working-dir", ".", "--", *command],
-        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
-        check=False)
+def submit(cluster: LocalCluster, *command: str) -> tuple[int, str]:
+    """Run a job to its end; return its exit code and output."""
+    job = submitting(cluster, *command)
+    output, _ = job.communicate(timeout=600)
+    return job.returncode, output
 
 
 def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_first(cluster, place):
@@ -57,11 +54,11 @@ def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_firs
 
     The training's model family, optimizer, schedule and objective are in the submitted folder.
     """
-    prepared = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
-                      "--input", str(place / "raw"), "--output", str(place / "clean"),
-                      *(word for setting in FEW_STEPS for word in ("--set", setting)))
-    assert prepared.returncode == 0, prepared.stdout
-    assert "shards:" in prepared.stdout  # the user sees the job's logs
+    code, output = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
+                          "--input", str(place / "raw"), "--output", str(place / "clean"),
+                          *(word for setting in FEW_STEPS for word in ("--set", setting)))
+    assert code == 0, output
+    assert "shards:" in output  # the user sees the job's logs
     assert (place / "clean/shards/manifest.json").is_file()
 
     run, own = place / "runs/stopped", place / "own"
@@ -97,11 +94,11 @@ def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_firs
 
 @pytest.mark.long  # `test_bad_input.py` tests the message, `test_background.py` a job's exit code
 def test_a_mistake_gives_exit_code_and_message(cluster, place):
-    failed = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
-                    "--input", str(place / "nowhere"), "--output", str(place / "never"))
-    assert failed.returncode != 0
-    assert "fix:" in failed.stdout
-    assert "Traceback" not in failed.stdout
+    code, output = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
+                          "--input", str(place / "nowhere"), "--output", str(place / "never"))
+    assert code != 0
+    assert "fix:" in output
+    assert "Traceback" not in output
     assert not (place / "never/shards").exists()
 
 

@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 
+from tests.cluster.jobs import submitting
 from tests.engine_parts import StandIn
 from tests.unit.post.runs import rollout_run
 from tidewheel.checkpoint.digest import digest
@@ -24,6 +25,7 @@ from tidewheel.cluster.local import LocalCluster
 from tidewheel.elastic.trainer import fit, fit_local
 from tidewheel.errors import RolloutError
 from tidewheel.inference.passes import Beat, PassCounter
+from tidewheel.jsonlog import read
 from tidewheel.placement import GROUP_LABEL
 from tidewheel.post import generator
 from tidewheel.post.audit import audit_rollouts
@@ -32,6 +34,7 @@ from tidewheel.post.policy import Version
 from tidewheel.post.pool import RayPool
 from tidewheel.post.prompts import Prompt
 from tidewheel.post.replay import replayed
+from tidewheel.storage import store
 from tidewheel.train.audit import audit
 from tidewheel.train.policy.config import GeneratorsConfig
 
@@ -290,3 +293,30 @@ def test_a_recorded_run_on_spot_generators_replays_on_another_number_of_trainers
             ray.shutdown()
     assert digest(again.run_uri).state == digest(config.run_uri).state
     assert audit(again.run_uri).world_sizes == (2,)
+
+
+def test_a_submitted_run_loses_a_node_of_its_generators(tmp_path: Path):
+    """`ray job submit` to three nodes in two groups: a trainer on demand, two generators on spot nodes."""
+    config = rollout_run(
+        tmp_path, "submitted", f"steps={STEPS}", "rollouts.look_ahead=1",
+        "rollouts.generators={processes: 2, min_processes: 1, placement: {groups: [rollouts-spot]}}",
+        "elastic.placement.groups=[cpu-on-demand]", "elastic.max_workers=1")
+    file = tmp_path / "submitted.yaml"
+    file.write_text(json.dumps(config.canonical()))
+    with LocalCluster(nodes=0, dashboard=True) as cluster:
+        nodes = [cluster.add_node(group=NodeGroup(name, cpus=1)) for name in (
+            "cpu-on-demand", "rollouts-spot", "rollouts-spot")]
+        job = submitting(cluster, "python", "-m", "jobs.train", "--config", str(file))
+        run = store(config.run_uri)
+        while sum(line["kind"] == "step" for line in read(run, "rollouts.jsonl")) < 4:
+            assert job.poll() is None, job.communicate()[0]
+            time.sleep(0.1)
+        cluster.kill_node(nodes[-1])
+        output = job.communicate()[0]
+    assert job.returncode == 0, output
+    for proof in (audit(config.run_uri), audit_rollouts(config.run_uri)):
+        assert proof is not None
+        assert proof.ok, proof.summary()
+    alone = rollout_run(tmp_path, "alone", f"steps={STEPS}", "rollouts.look_ahead=1")
+    fit_local(alone)
+    assert digest(config.run_uri).state == digest(alone.run_uri).state
