@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tidewheel.ownership import acquire
 from tidewheel.storage import store
 from tidewheel.train.config import ElasticConfig
 
+Links = Callable[[tuple[str, int]], AbstractContextManager[Network]]
 STEPS = 1_000_000
 STEP_SECONDS = 0.05
 
@@ -157,6 +158,7 @@ class Team:
     folder: Path
     coordinator: Coordinator
     stack: ExitStack
+    links: Links
     collectives: Collectives = field(default_factory=Collectives)
     workers: dict[str, LightWorker] = field(default_factory=dict)
 
@@ -165,7 +167,7 @@ class Team:
         endpoint = self.coordinator.endpoint()
         self.coordinator.expect({name: f"node of {name}" for name in names}, anew)
         for name in names:
-            link = self.stack.enter_context(network(endpoint.address))
+            link = self.stack.enter_context(self.links(endpoint.address))
             self.workers[name] = LightWorker(name, link, endpoint.token, self.collectives)
 
     def __getitem__(self, name: str) -> LightWorker:
@@ -195,22 +197,25 @@ class Team:
 
 
 @contextmanager
-def team(folder: Path, *names: str, sizes: tuple[int, ...] = (), **elastic: Any) -> Iterator[Team]:
+def team(folder: Path, *names: str, sizes: tuple[int, ...] = (), host: str = "127.0.0.1", links: Links = network,
+         **elastic: Any) -> Iterator[Team]:
     """Yield a coordinator with workers that have begun to train.
 
     Args:
         folder: folder of the run.
         names: the workers.
         sizes: legal numbers of workers; default: all up to the number of workers.
+        host: address at which the coordinator listens.
+        links: makes the network of a worker.
         elastic: settings of `ElasticConfig`.
     """
     sizes = sizes or tuple(range(1, len(names) + 1))
     settings = ElasticConfig(min_workers=min(sizes), max_workers=max(sizes), **elastic)
     coordinator = Coordinator(str(folder), settings, sizes, epoch=acquire(store(str(folder))).epoch)
     coordinator._needs_store = False  # type: ignore[assignment]  # torch's; these workers meet elsewhere
-    coordinator.start("127.0.0.1")
+    coordinator.start(host)
     with ExitStack() as stack:
-        group = Team(folder, coordinator, stack)
+        group = Team(folder, coordinator, stack, links)
         try:
             group.add(*names, anew=True)
             group.wait(lambda: sum(worker.step >= 2 for worker in group.workers.values()) >= max(sizes))
