@@ -6,6 +6,7 @@ Two workers train on a `LocalCluster`; the driver's process is apart from them, 
 it.
 
 - killed: SIGKILL to the driver. A second one is started at once.
+- coordinator killed: SIGKILL to the coordinator. The driver must end by itself, and is started again.
 - frozen: SIGSTOP to the driver alone. Training must go on; then the driver wakes up.
 - frozen, taken over: SIGSTOP to the driver alone; a second one is started with --take-over.
 - host frozen: SIGSTOP to the driver, the coordinator and Ray Train's controller, as if their machine stood still. A
@@ -44,8 +45,6 @@ AT_STEP = 33
 MOST_SECONDS = 300.0
 FROZEN_SECONDS = 10.0
 """How long the driver stands still where it wakes up again."""
-BESIDE = ("ray::Coordinator", "ray::ElasticController")
-"""Actors on the driver's node."""
 
 
 @dataclass
@@ -90,9 +89,9 @@ class Case:
         """Disturb the run, let it finish, and return the cost."""
         world = self._world
         self._until(lambda: world.step >= AT_STEP and bool(committed(world)[1]), "the run did not start")
-        act = {"killed": self._kill, "frozen": self._freeze, "frozen, taken over": self._freeze_and_take_over,
-               "host frozen": self._freeze_host}[self._outcome.case]
-        act()
+        actions = {"killed": self._kill, "coordinator killed": self._kill_coordinator, "frozen": self._freeze,
+                   "frozen, taken over": self._freeze_and_take_over, "host frozen": self._freeze_host}
+        actions[self._outcome.case]()
         (world.folder / "hurry").touch()
         self._until(lambda: world.finished, "the run did not finish")
         if self._second is not None:
@@ -106,6 +105,12 @@ class Case:
     def _kill(self) -> None:
         at, before = time.time(), committed(self._world)
         self._world.kill_driver()  # `World.supervise` starts the next one half a second later
+        self._measure(at, before)
+
+    def _kill_coordinator(self) -> None:
+        [pid] = self._beside("ray::Coordinator")
+        at, before = time.time(), committed(self._world)
+        os.kill(pid, signal.SIGKILL)
         self._measure(at, before)
 
     def _freeze(self) -> None:
@@ -125,7 +130,7 @@ class Case:
         self._wake_up([pid])
 
     def _freeze_host(self) -> None:
-        stopped = [self._driver(), *self._beside()]
+        stopped = [self._driver(), *self._beside("ray::Coordinator", "ray::ElasticController")]
         at, before = time.time(), committed(self._world)
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
@@ -139,12 +144,13 @@ class Case:
         self._world.closing = True  # the second driver is started here, not by `World.supervise`
         return process.pid
 
-    def _beside(self) -> list[int]:
+    def _beside(self, *titles: str) -> list[int]:
+        """Return the process ids of actors on the driver's node."""
         pids = []
         for process in psutil.process_iter(["cmdline", "environ"]):
             title = " ".join(process.info["cmdline"] or [])
             ours = (process.info["environ"] or {}).get("CHAOS_HURRY") == str(self._world.folder / "hurry")
-            if ours and title.startswith(BESIDE):
+            if ours and title.startswith(titles):
                 pids.append(process.pid)
         return pids
 
@@ -202,7 +208,7 @@ class Case:
             time.sleep(0.05)
 
 
-CASES = ("killed", "frozen", "frozen, taken over", "host frozen")
+CASES = ("killed", "coordinator killed", "frozen", "frozen, taken over", "host frozen")
 
 
 def measure(folder: Path, case: str, step_seconds: float) -> Outcome:

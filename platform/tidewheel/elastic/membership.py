@@ -347,7 +347,7 @@ class Membership:
         """Cut off members that do not hear the coordinator while the others wait for them."""
         generation = self.generation
         assert generation is not None
-        limit = self._limits.leave
+        limit = max(self._limits.leave, self._limits.heartbeat)  # heartbeats carry the acknowledgements
         if now - max(generation.stepped_at, generation.began) < limit:
             return
         unheard = {name: self._outbox.unheard(name) for name in generation.remaining}
