@@ -13,6 +13,8 @@ CHAOS_FLIP              path of a file with {"node": first 12 digits of a node's
                         node begins with a flipped bit in a weight, and the file is renamed to *.done
 CHAOS_STORAGE_AWAY      path of a file; while it exists, reading, writing and listing objects fails
 CHAOS_STORAGE_SILENT    path of a file; while it exists, such calls hang, and fail after 30 s
+
+With CHAOS_TAKE_OVER=1 the driver takes the run over from another one, as `tidewheel train --take-over` does.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ def main(on_step: Callable[[], None] | None = None) -> int:
 
     ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
     try:
-        run_workers(load(TrainConfig, sys.argv[1]), worker, tell)
+        run_workers(load(TrainConfig, sys.argv[1]), worker, tell, take_over=os.environ.get("CHAOS_TAKE_OVER") == "1")
     except Exception as error:
         cause = root_cause(error)
         print(f"{type(cause).__name__}: {cause}", file=sys.stderr, flush=True)

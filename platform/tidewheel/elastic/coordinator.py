@@ -336,6 +336,10 @@ class Coordinator:
         if self._server is not None:
             self._server.cut(worker)
 
+    def unheard(self, worker: str) -> float:
+        """Return the seconds for which a worker that is connected has acknowledged no message; 0.0 if none waits."""
+        return self._server.unheard(worker) if self._server is not None else 0.0
+
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         """Record an event.
 

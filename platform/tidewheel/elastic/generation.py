@@ -38,6 +38,9 @@ class Outbox(Protocol):
     def fence(self, worker: str) -> None:
         """Cut off a worker: its process ends itself once it notices, and Ray kills it otherwise."""
 
+    def unheard(self, worker: str) -> float:
+        """Return the seconds for which a worker that is connected has acknowledged no message; 0.0 if none waits."""
+
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         """Record an event of the run.
 

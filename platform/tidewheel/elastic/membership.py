@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tidewheel.elastic.admission import TEXT_CHARACTERS, Admission
 from tidewheel.elastic.blame import Blame, Fault, Judgement, Level
+from tidewheel.elastic.connection import RECONNECT_SECONDS
 from tidewheel.elastic.generation import LEAVE_TIMES, Generation, Limits, Outbox, Phase, Worker
 from tidewheel.elastic.layout import largest_fit
 from tidewheel.elastic.messages import Abort, CoordinatorMessage, ExitReason, GoOn, Join, Left, Over, Raise, Stop
@@ -311,6 +312,8 @@ class Membership:
         for worker in self._admission.probe(now):
             self._refuse(worker, f"its probe did not end within {self._limits.start:g} s", now)
         if self.phase is Phase.RUNNING:
+            self._cut_deaf(now)
+        if self.phase is Phase.RUNNING:
             self._consider(now)
         elif self.phase is Phase.ENDING:
             self._cut_late(now)
@@ -339,6 +342,20 @@ class Membership:
             generation.planned = ""
             self._outbox.event("resize_called_off", {"generation": generation.number, "reason": decision.reason})
             self._tell(generation, GoOn(generation.number))
+
+    def _cut_deaf(self, now: float) -> None:
+        """Cut off members that do not hear the coordinator while the others wait for them."""
+        generation = self.generation
+        assert generation is not None
+        limit = max(self._limits.leave, self._limits.heartbeat)  # heartbeats carry the acknowledgements
+        if now - max(generation.stepped_at, generation.began) < limit:
+            return
+        unheard = {name: self._outbox.unheard(name) for name in generation.remaining}
+        deaf = [name for name, seconds in unheard.items() if seconds >= limit]
+        if len(deaf) == len(unheard):  # more likely than not nobody hears the coordinator
+            deaf = [name for name in deaf if unheard[name] >= max(limit, RECONNECT_SECONDS)]
+        for name in deaf:
+            self._cut(name, f"has acknowledged no message for {unheard[name]:.1f} s", now)
 
     def _cut_late(self, now: float) -> None:
         """Cut off members that do not leave in time."""

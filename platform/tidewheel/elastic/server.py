@@ -49,6 +49,8 @@ RETURN_SECONDS = 10.0
 RESET_SECONDS = 1.0
 """The coordinator waits this long for a worker after a reset. A process that dies closes its connections instead."""
 CALL_SECONDS = 30.0
+LATE_SECONDS = 1.0
+"""A tick that comes later than this was held up by this process itself."""
 BACKLOG = 4096
 """Connections that the kernel holds until they are accepted, if its own limit (net.core.somaxconn) allows so many."""
 _NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
@@ -88,6 +90,16 @@ class Session:
     """When its connection broke, in monotonic seconds; 0.0 while it is connected."""
     deadline: asyncio.TimerHandle | None = None
     """Ends the session unless the worker returns before."""
+    unheard_since: float = 0.0
+    """Since when, in monotonic seconds, the worker has acknowledged none of the messages that it must acknowledge; 0.0
+    if there are none."""
+
+    def acknowledge(self, received: int) -> None:
+        """Forget messages that the worker has received."""
+        before = len(self.log.pending)
+        self.log.acknowledge(received)
+        if len(self.log.pending) < before:
+            self.unheard_since = time.monotonic() if self.log.pending else 0.0
 
 
 class Server:
@@ -141,9 +153,22 @@ class Server:
         session = self._sessions.get(name)
         if session is None:
             return
+        if not session.log.pending:
+            session.unheard_since = time.monotonic()
         number = session.log.add(message)
         if session.writer is not None and not session.writer.is_closing():
             session.writer.write(encode(FromCoordinator(message, number)))
+
+    def unheard(self, name: str) -> float:
+        """Return the seconds for which a connected worker has acknowledged none of the messages that wait for it.
+
+        Heartbeats carry the acknowledgements, so a worker that beats and acknowledges nothing does not hear the
+        coordinator. Call it in the server's thread only.
+        """
+        session = self._sessions.get(name)
+        if session is None or session.writer is None or not session.unheard_since:
+            return 0.0
+        return time.monotonic() - session.unheard_since
 
     def cut(self, name: str) -> None:
         """End a worker's session: close its connection, and tell the worker to end if it returns.
@@ -183,8 +208,15 @@ class Server:
         self._loop.close()
 
     async def _tick(self) -> None:
+        before = time.monotonic()
         while True:
             await asyncio.sleep(self._tick_seconds)
+            now = time.monotonic()
+            late = now - before - self._tick_seconds
+            before = now
+            if late > LATE_SECONDS:  # this process was stopped: acknowledgements wait to be read
+                for session in self._sessions.values():
+                    session.unheard_since += late if session.unheard_since else 0.0
             self._supervisor.call("tick", self._handler.tick)
 
     # -- one connection ----------------------------------------------------------------------------
@@ -281,7 +313,8 @@ class Server:
         _disconnect(session)
         session.writer = writer
         session.broke_at = 0.0
-        session.log.acknowledge(received)
+        session.acknowledge(received)
+        session.unheard_since = time.monotonic() if session.log.pending else 0.0
         for number, message in session.log.pending:
             writer.write(encode(FromCoordinator(message, number)))
         self._supervisor.call("return", self._handler.returned, session.name, seconds)
@@ -292,7 +325,7 @@ class Server:
         if isinstance(message, Hello | Return | Here):
             raise MessageError(f"unexpected message {message.type!r} inside a session")
         log = session.log
-        log.acknowledge(frame.received)
+        session.acknowledge(frame.received)
         if not log.is_new(frame.number):
             return
         if log.received % ACKNOWLEDGED == 0 and not isinstance(message, FLEETING) and session.writer is not None:

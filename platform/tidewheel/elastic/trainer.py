@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.autoscaler import START_SECONDS, can_grow
-from tidewheel.commit_log import Record, first_generation
+from tidewheel.commit_log import CommitLog, Record, first_generation, taken_over
 from tidewheel.elastic import layout
 from tidewheel.elastic.process_log import LogTarget
 from tidewheel.errors import ClusterError, ConfigError, OwnershipError, TidewheelError
@@ -378,6 +378,7 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
     on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(Coordinator)
     until = time.monotonic() + TAKEN_SECONDS
+    ended_former = False
     actor = None
     while actor is None:
         try:
@@ -390,8 +391,12 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
                                           node_history=config.elastic.node_checks.history or config.run.uri)
         except ValueError:  # the name is taken
             if time.monotonic() > until:
-                raise ClusterError("another driver is training this run on this cluster", where=run_uri,
-                                   fix="wait for it or stop it, or choose another run.id") from None
+                if ended_former:
+                    raise ClusterError("the coordinator of another driver does not end", where=run_uri,
+                                       fix="stop that driver, or choose another run.id") from None
+                _end_former(name, run_uri, epoch)
+                ended_former = True
+                until = time.monotonic() + TAKEN_SECONDS
             time.sleep(0.5)
     actor.start.remote(ray.util.get_node_ip_address())
     try:
@@ -400,6 +405,25 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
         with contextlib.suppress(Exception):  # the run's outcome matters more than a lost event
             ray.get(actor.end.remote(), timeout=END_SECONDS)
         ray.kill(actor)
+
+
+def _end_former(name: str, run_uri: str, epoch: int) -> None:
+    """End the coordinator of the driver that owned the run before this one, which cannot do it: it is frozen.
+
+    Raises:
+        OwnershipError: this driver does not own the run any more either.
+    """
+    import ray
+
+    from tidewheel.elastic.nodes import NAMESPACE
+
+    log = CommitLog(storage.store(run_uri).child(CHECKPOINTS))
+    head = log.head()
+    if head is None or head.epoch != epoch:
+        raise taken_over(log.checkpoints.uri, head)
+    logger.warning("the coordinator of the run's former driver is ended: its driver does not do so")
+    with contextlib.suppress(ValueError):  # it has ended meanwhile
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
 
 @contextlib.contextmanager

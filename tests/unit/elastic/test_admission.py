@@ -32,6 +32,9 @@ class Outbox:
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         self.events.append((kind, detail))
 
+    def unheard(self, worker: str) -> float:
+        return 0.0
+
     def formed(self, generation: int, size: int) -> None:
         raise AssertionError("admission forms no generation")
 

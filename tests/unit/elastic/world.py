@@ -20,6 +20,7 @@ class World:
     def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), tensor: int = 1, **budget: Any) -> None:
         self.now, self.sent, self.fenced, self.events = 100.0, [], [], []
         self.asked = []
+        self.deaf_since: dict[str, float] = {}  # when a message to a worker was not acknowledged
         self.healthy = False  # True: workers pass every probe at once
         resizer = Resizer(sizes, join_wait_seconds=1, interval_seconds=2, answer_seconds=30)
         self.membership = Membership(sizes, resizer, FailureBudget(**budget), self, limits=LIMITS,
@@ -32,6 +33,9 @@ class World:
 
     def fence(self, worker: str) -> None:
         self.fenced.append(worker)
+
+    def unheard(self, worker: str) -> float:
+        return self.now - self.deaf_since.get(worker, self.now)
 
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         self.events.append((kind, detail))

@@ -172,7 +172,7 @@ def connect(address: Address, token: str, *, seconds: float = CONNECT_SECONDS,
     Args:
         address: the agent's.
         token: the run's secret.
-        seconds: time limit for connecting.
+        seconds: time limit for connecting, and again for the exchange of proofs.
         idle_seconds: give up later when no byte moves for this long; None: never.
 
     Raises:
@@ -180,7 +180,7 @@ def connect(address: Address, token: str, *, seconds: float = CONNECT_SECONDS,
     """
     connection = Connection(socket.create_connection((address.host, address.port), timeout=seconds), seconds)
     try:
-        connection.set_deadline(HELLO_SECONDS)
+        connection.set_deadline(min(seconds, HELLO_SECONDS))  # a frozen agent's kernel accepts connections
         theirs = str(connection.receive(HELLO_BYTES).get("nonce"))
         own_nonce = secrets.token_hex(16)
         answer = connection.ask({"nonce": own_nonce, "proof": _proof(token, "client", theirs, own_nonce)})

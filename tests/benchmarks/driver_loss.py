@@ -1,0 +1,251 @@
+"""Measure what a run loses when its driver is killed or freezes, and another driver is started.
+
+    python -m tests.benchmarks.driver_loss [--only CASE ...] [--step-seconds 0.1]
+
+Two workers train on a `LocalCluster`; the driver's process is apart from them, and the coordinator is an actor beside
+it.
+
+- killed: SIGKILL to the driver. A second one is started at once.
+- coordinator killed: SIGKILL to the coordinator. The driver must end by itself, and is started again.
+- frozen: SIGSTOP to the driver alone. Training must go on; then the driver wakes up.
+- frozen, taken over: SIGSTOP to the driver alone; a second one is started with --take-over.
+- host frozen: SIGSTOP to the driver, the coordinator and Ray Train's controller, as if their machine stood still. A
+  second driver is started at once, without --take-over, and finds that nobody owns the run any more.
+
+`next step` is the time from the signal to the first step that the run had not done before, by the workers' own records;
+`checkpoint` the time to the next committed one. The exit code is 1 if a run does not continue, if the old driver
+commits anything after it has woken up, or if the audit fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos.world import REPOSITORY, World, disturbed_run, prepare, settings
+from tidewheel import jsonlog
+from tidewheel.commit_log import CommitLog
+from tidewheel.console import print_table
+from tidewheel.train.audit import audit
+
+AT_STEP = 33
+MOST_SECONDS = 300.0
+FROZEN_SECONDS = 10.0
+"""How long the driver stands still where it wakes up again."""
+
+
+@dataclass
+class Outcome:
+    """What one case cost."""
+
+    case: str
+    next_step: float = 0.0
+    checkpoint: float = 0.0
+    again: int = 0
+    """Steps that were done a second time."""
+    problems: list[str] = field(default_factory=list)
+
+
+def losses(world: World) -> list[dict[str, Any]]:
+    """Return the run's records of steps, the oldest first."""
+    lines = [line for line in jsonlog.read(world.run_store, "metrics.jsonl") if "loss" in line]
+    return sorted(lines, key=lambda line: line["time"])
+
+
+def committed(world: World) -> tuple[int, list[str]]:
+    """Return the epoch of the run's owner, and the committed checkpoints."""
+    head = CommitLog(world.run_store.child("checkpoints")).head()
+    return (-1, []) if head is None else (head.epoch, list(head.checkpoints))
+
+
+class Case:
+    """One run and what happens to its driver.
+
+    Args:
+        world: the run.
+        name: name of the case.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world = world
+        self._outcome = Outcome(name)
+        self._second: subprocess.Popen[bytes] | None = None
+        self._at = 0.0
+
+    def run(self) -> Outcome:
+        """Disturb the run, let it finish, and return the cost."""
+        world = self._world
+        self._until(lambda: world.step >= AT_STEP and bool(committed(world)[1]), "the run did not start")
+        actions = {"killed": self._kill, "coordinator killed": self._kill_coordinator, "frozen": self._freeze,
+                   "frozen, taken over": self._freeze_and_take_over, "host frozen": self._freeze_host}
+        actions[self._outcome.case]()
+        (world.folder / "hurry").touch()
+        self._until(lambda: world.finished, "the run did not finish")
+        if self._second is not None:
+            self._second.wait(timeout=60)
+        self._count()
+        audited = audit(world.config.run_uri)
+        if not audited.ok:
+            self._outcome.problems.append(audited.summary())
+        return self._outcome
+
+    def _kill(self) -> None:
+        at, before = time.time(), committed(self._world)
+        self._world.kill_driver()  # `World.supervise` starts the next one half a second later
+        self._measure(at, before)
+
+    def _kill_coordinator(self) -> None:
+        [pid] = self._beside("ray::Coordinator")
+        at, before = time.time(), committed(self._world)
+        os.kill(pid, signal.SIGKILL)
+        self._measure(at, before)
+
+    def _freeze(self) -> None:
+        pid = self._driver()
+        at, before = time.time(), committed(self._world)
+        os.kill(pid, signal.SIGSTOP)
+        self._measure(at, before)
+        time.sleep(max(0.0, at + FROZEN_SECONDS - time.time()))
+        os.kill(pid, signal.SIGCONT)
+
+    def _freeze_and_take_over(self) -> None:
+        pid = self._driver()
+        at, before = time.time(), committed(self._world)
+        os.kill(pid, signal.SIGSTOP)
+        self._start_second(CHAOS_TAKE_OVER="1")
+        self._measure(at, before)
+        self._wake_up([pid])
+
+    def _freeze_host(self) -> None:
+        stopped = [self._driver(), *self._beside("ray::Coordinator", "ray::ElasticController")]
+        at, before = time.time(), committed(self._world)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        self._start_second()
+        self._measure(at, before)
+        self._wake_up(stopped)
+
+    def _driver(self) -> int:
+        process = self._world._process
+        assert process is not None
+        self._world.closing = True  # the second driver is started here, not by `World.supervise`
+        return process.pid
+
+    def _beside(self, *titles: str) -> list[int]:
+        """Return the process ids of actors on the driver's node."""
+        pids = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            title = " ".join(process.info["cmdline"] or [])
+            ours = (process.info["environ"] or {}).get("CHAOS_HURRY") == str(self._world.folder / "hurry")
+            if ours and title.startswith(titles):
+                pids.append(process.pid)
+        return pids
+
+    def _start_second(self, **environment: str) -> None:
+        world = self._world
+        with open(world.folder / "second.err", "w") as errors:
+            self._second = subprocess.Popen(
+                [sys.executable, "-m", world.program, str(world.folder / f"{world.config.run.id}.yaml"),
+                 world.cluster.address], env={**world.environment, **environment}, cwd=REPOSITORY,
+                stdout=subprocess.DEVNULL, stderr=errors)
+
+    def _wake_up(self, pids: list[int]) -> None:
+        """Let the old driver continue. It must end, and commit nothing."""
+        epoch = committed(self._world)[0]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._until(lambda: self._world.drivers[0].code is not None, "the old driver did not end")
+        if committed(self._world)[0] != epoch:
+            self._outcome.problems.append("the old driver has taken the run back")
+
+    def _measure(self, at: float, before: tuple[int, list[str]]) -> None:
+        """Wait until the run has done a new step and committed a checkpoint, and note the times since `at`."""
+        world, outcome = self._world, self._outcome
+        taken_over = self._outcome.case != "frozen"
+
+        def is_committed() -> bool:
+            epoch, checkpoints = committed(world)
+            return (epoch > before[0] or not taken_over) and bool(set(checkpoints) - set(before[1]))
+
+        self._until(is_committed, "no checkpoint was committed")
+        outcome.checkpoint = time.time() - at
+        self._at = at
+
+    def _count(self) -> None:
+        """Read the other figures from the run's files, which are complete now."""
+        world, outcome, at = self._world, self._outcome, self._at
+        lines = losses(world)
+        furthest = max(line["step"] for line in lines if line["time"] <= at)
+        if outcome.case != "frozen":
+            resumed = next(event for event in world.events("resume") if event["time"] > at)
+            furthest = max(line["step"] for line in lines if line["time"] <= resumed["time"])
+            outcome.again = furthest - resumed["detail"]["step"]
+        outcome.next_step = next(line["time"] for line in lines
+                                 if line["step"] > furthest and line["time"] > at) - at
+
+    def _until(self, condition: Callable[[], bool], problem: str) -> None:
+        until = time.monotonic() + MOST_SECONDS
+        while not condition():
+            if self._second is not None and self._second.poll() not in (None, 0):
+                text = (self._world.folder / "second.err").read_text()[-1000:]
+                raise RuntimeError(f"{self._outcome.case}: the second driver ended: {text}")
+            if time.monotonic() > until:
+                raise RuntimeError(f"{self._outcome.case}: {problem}")
+            time.sleep(0.05)
+
+
+CASES = ("killed", "coordinator killed", "frozen", "frozen, taken over", "host frozen")
+
+
+def measure(folder: Path, case: str, step_seconds: float) -> Outcome:
+    """Return the cost of one case."""
+    prepare(folder)
+    config = settings(folder, "run", 400, workers=2, overrides=("reproducible=true",))
+    with disturbed_run(folder, config, nodes=2, step_seconds=step_seconds,
+                       CHAOS_HURRY=str(folder / "hurry")) as world:
+        one = Case(world, case)
+        try:
+            return one.run()
+        except RuntimeError as error:
+            return Outcome(case, problems=[str(error)])
+        finally:
+            if one._second is not None and one._second.poll() is None:
+                one._second.kill()
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", nargs="+", choices=CASES, default=CASES)
+    options.add_argument("--step-seconds", type=float, default=0.1, help="seconds added to each step")
+    options.add_argument("--json", default="", help="file for the outcomes")
+    given = options.parse_args()
+    outcomes = []
+    for case in given.only:
+        with tempfile.TemporaryDirectory(prefix="tw-driver-") as name:
+            outcomes.append(measure(Path(name), case, given.step_seconds))
+        print(f"{outcomes[-1]}", file=sys.stderr, flush=True)
+    print_table([{"case": one.case, "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
+                  "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes], title="the driver's end")
+    if given.json:
+        Path(given.json).write_text(json.dumps([vars(one) for one in outcomes]))
+    problems = [f"{one.case}: {problem}" for one in outcomes for problem in one.problems]
+    print("\n".join(problems) or "every run went on")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
