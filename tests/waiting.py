@@ -1,0 +1,43 @@
+"""A callback at which the workers of a run wait until a test has killed one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import tidewheel as tw
+
+
+class Held(tw.Callback):
+    """On every rank, at the end of a step, say which process waits, and wait while the file "hold" exists."""
+
+    EVERY_RANK = True
+    folder: str
+    step: int
+
+    def on_step_end(self, worker: tw.Worker, step: tw.Step) -> None:
+        hold = Path(self.folder) / "hold"
+        if step.step == self.step and hold.exists():
+            (hold.parent / f"waits-{os.getpid()}").touch()
+            while hold.exists():
+                time.sleep(0.02)
+
+
+def held(folder: Path, step: int) -> str:
+    """Return the callback's settings, and let it wait."""
+    (folder / "hold").touch()
+    return f"{{kind: 'tests.waiting:Held', folder: {folder}, step: {step}}}"
+
+
+def kill_one_of(workers: int, folder: Path, seconds: float = 600) -> int:
+    """Kill one of the workers that wait, and let the others go on; return its process id, 0 if they never waited."""
+    until = time.monotonic() + seconds
+    while len(waiting := sorted(folder.glob("waits-*"))) < workers and time.monotonic() < until:
+        time.sleep(0.05)
+    victim = int(waiting[0].name.partition("-")[2]) if len(waiting) == workers else 0
+    if victim:
+        os.kill(victim, signal.SIGKILL)
+    (folder / "hold").unlink()
+    return victim
