@@ -9,6 +9,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -55,12 +56,14 @@ class LateCopies:
     def __init__(self, device: torch.device) -> None:
         self._queue: list[Callable[[], Any]] = []
         self._made = 0
+        self._lock = Lock()
         self._leaving: list[tuple[weakref.ref[Kept], torch.Tensor, LateEvent]] = []
 
     def run(self, count: int) -> None:
-        while self._made < count:
-            self._queue[self._made]()
-            self._made += 1
+        with self._lock:  # threads that write to disk wait for copies too
+            while self._made < count:
+                self._queue[self._made]()
+                self._made += 1
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> LateEvent:
         self._queue.append(lambda: to.copy_(source))
