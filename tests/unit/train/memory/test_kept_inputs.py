@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,9 +93,20 @@ class LateCopies:
         return arriving.x
 
 
-@pytest.fixture(params=["disk", "disk of a GPU", "host of a GPU"])
+def slow_write(handle: int, place: int, data: memoryview, where: Path) -> None:
+    """Write late, so that what uses memory or space too early spoils it."""
+    time.sleep(random.choice([0, 0.001, 0.004]))
+    written(handle, place, data, where)
+
+
+written = scratch_file._write
+
+
+@pytest.fixture(params=["disk", "slow disk", "disk of a GPU", "host of a GPU"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskStore | HostStore:
-    if request.param == "disk":
+    if request.param == "slow disk":
+        monkeypatch.setattr(scratch_file, "_write", slow_write)
+    if "GPU" not in request.param:
         return DiskStore(tmp_path, CPU)
     monkeypatch.setattr(input_stores, "SideStream", LateCopies)
     monkeypatch.setattr(input_stores, "buffer", lambda size, pinned: scratch_file.buffer(size))
@@ -238,6 +250,34 @@ def test_a_store_returns_what_was_put_into_it(store: DiskStore | HostStore, oper
     random.Random(len(operations)).shuffle(left)
     for kept, x in left:
         assert torch.equal(store.take(kept), x)
+
+
+def test_space_has_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Space of a forgotten input whose write goes on, while the buffer for the next input is free already."""
+    under_way, twice = set(), []
+
+    def checked(handle: int, place: int, data: memoryview, where: Path) -> None:
+        if place in under_way:
+            twice.append(place)
+        under_way.add(place)
+        time.sleep(0.05)
+        written(handle, place, data, where)
+        under_way.discard(place)
+
+    monkeypatch.setattr(scratch_file, "_write", checked)
+    store = DiskStore(tmp_path, CPU)
+    small, large = torch.zeros(1), torch.zeros(3000)
+    first, second = Kept(small, 0, None), Kept(large, 1, None)
+    store.put(first, small)
+    store.put(second, large)
+    del first, second
+    third = Kept(large, 0, None)
+    store.put(third, large + 1)  # into the buffer of the first, and the space of the second
+    assert torch.equal(store.take(third), large + 1)
+    assert store.file is not None
+    store.file.close()
+    assert not twice
+    assert store.file.size == 4 * scratch_file.ALIGNMENT
 
 
 def test_a_full_disk_says_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
