@@ -260,7 +260,7 @@ def test_space_has_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
         if place in under_way:
             twice.append(place)
         under_way.add(place)
-        time.sleep(0.05)
+        time.sleep(0.2 if len(data) > scratch_file.ALIGNMENT else 0)
         written(handle, place, data, where)
         under_way.discard(place)
 
