@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tidewheel.plan.hardware import GB, ClusterConfig, Gpu
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
-from tidewheel.train.memory.inputs_config import AHEAD_OF_DISK, AHEAD_OF_HOST, BUFFERS, LEAVING
+from tidewheel.train.memory.inputs_config import AHEAD_OF_DISK, AHEAD_OF_HOST, BUFFERS
 from tidewheel.train.optim.disk_config import PIECE_BYTES, PIECES
 
 HOST_SHARE = 0.24
@@ -101,11 +101,15 @@ def _input_bytes(job: Job, layout: Layout) -> float:
 
 
 def inputs_on_gpu(job: Job, layout: Layout) -> float:
-    """Return the bytes of the inputs of blocks on a GPU that are being copied away or back; 0 if they are not."""
+    """Return the bytes of inputs on a GPU that have been fetched ahead; 0 without offload of inputs.
+
+    The input in use is among the tensors of the recomputed block. Those that the forward pass leaves for a while are
+    not fetched, and gone when others are.
+    """
     if layout.memory.activation_checkpointing != "offload":
         return 0.0
     ahead = AHEAD_OF_DISK if layout.memory.activation_disk else AHEAD_OF_HOST
-    return (max(LEAVING, ahead) + 1) * _input_bytes(job, layout)
+    return ahead * _input_bytes(job, layout)
 
 
 def inputs_seconds(job: Job, layout: Layout, cluster: ClusterConfig, blocks: int) -> float:

@@ -17,7 +17,6 @@ from tidewheel.train.config import TrainConfig
 
 HOST = {"parallel.data": "zero3", "parallel.offload": "true"}
 INPUTS = {"memory.activation_checkpointing": "offload"}
-INPUTS_DISK = {"memory.activation_disk": "/local_nvme"}
 DISK = {"memory.optimizer_disk": "/local_nvme", "checkpoint.memory_tier.every_steps": 0}
 SAME, ROUNDED, FEW = "the same", "moments are rounded", "1 % of the parameters"
 
@@ -40,8 +39,7 @@ def changes() -> list[Change]:
     found = [Change("inputs of blocks in host memory", INPUTS, SAME),
              Change("parameters, gradients and state in host memory", HOST, SAME),
              Change("both", {**HOST, **INPUTS}, SAME),
-             Change("all, and the state on disk", {**HOST, **INPUTS, **DISK}, SAME),
-             Change("all, and state and inputs on disk", {**HOST, **INPUTS, **DISK, **INPUTS_DISK}, SAME)]
+             Change("all, and the state on disk", {**HOST, **INPUTS, **DISK}, SAME)]
     for name in optimizers.KIND.built_in():
         what = optimizers.KIND.find(name).COMPACT
         if not what:
