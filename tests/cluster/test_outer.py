@@ -22,20 +22,22 @@ STEPS, EVERY, KILLED_AT = 12, 2, 5
 
 @pytest.mark.parametrize("outer", [
     {}, {"quantise": "int8", "fragments": 2, "overlap": 1}], ids=["whole", "streaming"])
-def test_a_killed_worker_of_a_group_changes_no_bit(outer: dict[str, object], tmp_path: Path):
+def test_a_killed_worker_of_a_group_changes_no_bit(outer: dict[str, object], tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch):
     write_shards(tmp_path / "shards")
     common = (f"steps={STEPS}", "checkpoint.every_steps=4")
     settings = {"every": EVERY, "patience_seconds": 600, **outer}
     calm = [group(tmp_path, number, 2, *common, f"run.uri={tmp_path / 'calm'}", store=tmp_path / "calm-outer",
                   **settings) for number in range(2)]
     train_together(calm)
-    two, one = (group(tmp_path, number, 2, *common, *extra, **settings) for number, extra in enumerate([
-        ("elastic.max_workers=2", f"callbacks=[{held(tmp_path, KILLED_AT)}]"), ("elastic.max_workers=1",)]))
     with small_ray(2), ThreadPoolExecutor(1) as pool:
+        monkeypatch.chdir(tmp_path)  # only now, so that Ray's workers do not inherit it
+        two, one = (group(tmp_path, number, 2, *common, *extra, **settings) for number, extra in enumerate([
+            ("elastic.max_workers=2", f"callbacks=[{held(tmp_path, KILLED_AT)}]"), ("elastic.max_workers=1",)]))
         training = pool.submit(fit, two)
         other = Thread(target=fit_local, args=(one,))
         other.start()
-        victim = kill_one_of(2, tmp_path)
+        victim = kill_one_of(2, tmp_path, training)
         assert training.result(300).steps == STEPS
         other.join(300)
     assert victim, f"two workers reached step {KILLED_AT}"

@@ -38,7 +38,7 @@ def test_a_killed_worker_changes_no_bit_of_an_own_module(data: str, tmp_path: Pa
         killed = of("killed", f"parallel.data={data}", f"callbacks=[{held(tmp_path, 5)}]")
         with ThreadPoolExecutor(1) as pool:
             training = pool.submit(fit, killed)
-            victim = kill_one_of(2, tmp_path)
+            victim = kill_one_of(2, tmp_path, training)
             assert training.result(300).steps == 8
         assert victim, "two workers reached step 5"
         calm = of("calm")
