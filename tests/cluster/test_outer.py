@@ -35,7 +35,7 @@ def test_a_killed_worker_of_a_group_changes_no_bit(outer: dict[str, object], tmp
         two, one = (group(tmp_path, number, 2, *common, *extra, **settings) for number, extra in enumerate([
             ("elastic.max_workers=2", f"callbacks=[{held(tmp_path, KILLED_AT)}]"), ("elastic.max_workers=1",)]))
         training = pool.submit(fit, two)
-        other = Thread(target=fit_local, args=(one,))
+        other = Thread(target=fit_local, args=(one,), daemon=True)
         other.start()
         victim = kill_one_of(2, tmp_path, training)
         assert training.result(300).steps == STEPS
