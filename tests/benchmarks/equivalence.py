@@ -233,6 +233,8 @@ COMPRESSION_ROWS: list[Row] = [
     for kind in compressions.KIND.built_in() for data, ranks in (("ddp", 2), ("zero1", 4))]
 """Each virtual rank sends what it would send alone."""
 CONTRIB = str(Path(__file__).parents[2] / "contrib/optimizers")
+if CONTRIB not in sys.path:
+    sys.path.append(CONTRIB)  # spawned ranks import this module too
 SEPARATE = ("adagrad:Adagrad", "lamb:LAMB", "schedule_free:ScheduleFree", "shampoo:Shampoo", "soap:SOAP",
             "sophia:SophiaG")
 OPTIMIZER_ROWS: list[Row] = [
@@ -348,7 +350,6 @@ def main() -> int:
         print("\n".join(row.name for row in rows))
         return 0
     torch.set_num_threads(1)
-    sys.path.append(CONTRIB)
     with tempfile.TemporaryDirectory(prefix="tidewheel-equivalence-") as folder:
         table = run(Path(folder), rows, chosen.steps)
     print_table(table, title=f"{chosen.steps} steps beside the single process: losses within {LOSS_BOUND:g} relative, "
