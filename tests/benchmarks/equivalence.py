@@ -29,7 +29,7 @@ from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.config import build
 from tidewheel.console import print_table
 from tidewheel.models import families
-from tidewheel.train import parallel
+from tidewheel.train import compressions, parallel
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.optim.build import build_optimizer, training_state
@@ -209,7 +209,41 @@ EXPERT_ROWS: list[Row] = [
     Row("Experts, EP 2 x TP 2 x ZeRO-3 2, shared experts", 8, (
         "parallel.data=zero3", "parallel.expert=2", "parallel.tensor=2"), AUXILIARY),
 ]
-ROWS += EXPERT_ROWS
+DISK = Path(tempfile.gettempdir()) / "tidewheel-equivalence-disk"
+OFFLOADED = ("parallel.data=zero3", "parallel.offload=true")
+STATE_ON_DISK = (*OFFLOADED, f"memory.optimizer_disk={DISK}", "checkpoint.memory_tier.every_steps=0")
+INPUTS_ON_DISK = ("memory.activation_checkpointing=offload", f"memory.activation_disk={DISK}")
+EIGHT_BITS = ("optimizer.kind=adamw8bit",)
+OFFLOAD_ROWS: list[Row] = [
+    Row("ZeRO-3, offloaded, one worker", 1, OFFLOADED),
+    *(Row(f"ZeRO-3, state on disk, {ranks} ranks", ranks, STATE_ON_DISK) for ranks in (1, 2)),
+    *(Row(f"ZeRO-3, 8-bit moments, offloaded, {ranks} ranks", ranks, OFFLOADED, EIGHT_BITS) for ranks in (1, 2)),
+    *(Row(f"Inputs on disk, {name}", 2, (*layout, *INPUTS_ON_DISK)) for name, layout in (
+        ("DDP 2", ("parallel.data=ddp",)), ("ZeRO-3 2", ("parallel.data=zero3",)), ("TP 2", ("parallel.tensor=2",)),
+        ("CP 2, ring", ("parallel.context=2", "parallel.context_method=ring")), ("PP 2", ("parallel.pipeline=2",)),
+        ("ZeRO-3 2, compiled", ("parallel.data=zero3", "compile=true")), ("state on disk too", STATE_ON_DISK))),
+    *(Row(f"Reproducible, {name}, {ranks} ranks", ranks, layout, ("reproducible=true",), exact=True)
+      for name, layout in (("offloaded", OFFLOADED), ("state on disk", STATE_ON_DISK),
+                           ("inputs on disk", INPUTS_ON_DISK)) for ranks in (1, 2)),
+]
+"""Host memory and disk."""
+COMPRESSION_ROWS: list[Row] = [
+    Row(f"Reproducible, compression {kind}, {data} {ranks}", ranks, (f"parallel.data={data}",),
+        ("reproducible=true", f"compression={{kind: {kind}, smallest: 256}}"), exact=True)
+    for kind in compressions.KIND.built_in() for data, ranks in (("ddp", 2), ("zero1", 4))]
+"""Each virtual rank sends what it would send alone."""
+CONTRIB = str(Path(__file__).parents[2] / "contrib/optimizers")
+if CONTRIB not in sys.path:
+    sys.path.append(CONTRIB)  # spawned ranks import this module too
+SEPARATE = ("adagrad:Adagrad", "lamb:LAMB", "schedule_free:ScheduleFree", "shampoo:Shampoo", "soap:SOAP",
+            "sophia:SophiaG")
+OPTIMIZER_ROWS: list[Row] = [
+    Row(f"Optimizer {kind.rpartition(':')[2]}, {data} {ranks}", ranks, (f"parallel.data={data}",),
+        (f"optimizer.kind='{kind}'",))
+    for kind in ("sgd", "adam", "ademamix", "muon", "adamw8bit", *(f"tidewheel_optimizers.{name}" for name in SEPARATE))
+    for data, ranks in (("zero1", 2), ("zero3", 4))]
+"""Adafactor and Lion are among the rows of layouts."""
+ROWS += EXPERT_ROWS + OFFLOAD_ROWS + COMPRESSION_ROWS + OPTIMIZER_ROWS
 """Rows of the table, with 1, 2, 4 or 8 ranks. A layout that the configuration refuses is an error, not a missing
 row."""
 

@@ -42,7 +42,7 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
       inputs of further norms, (n - 2) a D/T + a h E/T;
       attention as above; SwiGLU 3 a F/T.
     - attention, feed_forward: as none, but of the recomputed part only its input, r D.
-    - full, every_nth, offload: the block's input, r D/T (offload: in host memory).
+    - full, every_nth, offload: the block's input, r D/T (offload: in host memory or on disk).
     - selective: the block's input, attention's output, and the products of wq, wk, wv, wo, w1, w3 and w2 that are not
       recomputed. With tensor parallelism also the outputs of the collectives: two gathered inputs and two scattered
       outputs.

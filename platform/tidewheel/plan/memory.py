@@ -14,7 +14,7 @@ from tidewheel.plan.adapters import with_adapter
 from tidewheel.plan.compressed import kept
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
-from tidewheel.plan.offload import offloads
+from tidewheel.plan.offload import inputs_on_gpu, offloads
 from tidewheel.plan.teachers import teacher_bytes
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 8192
@@ -110,7 +110,7 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
     again = max(0.0, kept_per_token(job, layout, "none") - kept_per_token(job, layout))
     tokens = layout.micro_sequences * job.row_tokens / parallel.context
     activations = tokens * (share.in_flight * share.blocks * average_kept(job, layout) + again)
-    activations += _stage_ends(job, layout, share, tokens)
+    activations += _stage_ends(job, layout, share, tokens) + inputs_on_gpu(job, layout)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
     frozen = teacher_bytes(job, layout, share, tokens, logit_rows(job, layout, tokens))
     result = Memory(parameters, copies, gradients, optimizer, activations, logits, moving, frozen)

@@ -1,5 +1,7 @@
 """Offload to the host (`parallel.offload`) and to disk (`memory.optimizer_disk`): bytes there, copies, the update.
 
+Also the inputs of blocks that `memory.activation_checkpointing: offload` moves there.
+
 FSDP2 keeps a rank's rows of parameters, gradients and optimizer state in pinned host memory. Before each all-gather it
 copies the rows to the GPU in the parameters' dtype, on the stream of the all-gather, so the copy is hidden as far as
 the gather is. After each reduce-scatter it copies the rows of the gradient back. It does not wait for the first of a
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from tidewheel.plan.hardware import GB, ClusterConfig, Gpu
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
+from tidewheel.train.memory.inputs_config import AHEAD_OF_DISK, AHEAD_OF_HOST, BUFFERS
 from tidewheel.train.optim.disk_config import PIECE_BYTES, PIECES
 
 HOST_SHARE = 0.24
@@ -80,8 +83,48 @@ def update_seconds(job: Job, rows: float, gpu: Gpu) -> float:
 
 
 def disk_bytes(job: Job, layout: Layout) -> float:
-    """Return the bytes of optimizer state on the node's disk of the fullest rank, and of a save's copy of it."""
-    return 2 * max(_rows(job, layout, share) for share in shares(job, layout)) * job.disk_bytes
+    """Return the bytes on the node's disk of the fullest rank: state, a save's copy of it, and inputs of blocks."""
+    return max(2 * _rows(job, layout, share) * job.disk_bytes + _inputs_on_disk(job, layout, share)
+               for share in shares(job, layout))
+
+
+def _inputs_on_disk(job: Job, layout: Layout, share: Share) -> float:
+    if not layout.memory.activation_disk:
+        return 0.0
+    return share.in_flight * share.blocks * _input_bytes(job, layout)
+
+
+def _input_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of the input of one block in one micro-batch."""
+    tokens = layout.micro_sequences * job.row_tokens / layout.parallel.context
+    return tokens * job.model.dim * job.residual_bytes / layout.parallel.tensor
+
+
+def inputs_on_gpu(job: Job, layout: Layout) -> float:
+    """Return the bytes of inputs on a GPU that have been fetched ahead; 0 without offload of inputs.
+
+    The input in use is among the tensors of the recomputed block. Those that the forward pass leaves for a while are
+    not fetched, and gone when others are.
+    """
+    if layout.memory.activation_checkpointing != "offload":
+        return 0.0
+    ahead = AHEAD_OF_DISK if layout.memory.activation_disk else AHEAD_OF_HOST
+    return ahead * _input_bytes(job, layout)
+
+
+def inputs_seconds(job: Job, layout: Layout, cluster: ClusterConfig, blocks: int) -> float:
+    """Return the seconds in which the inputs of a micro-batch are copied away, or back: as slow as link or disk.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        cluster: the cluster.
+        blocks: of the rank.
+    """
+    if layout.memory.activation_checkpointing != "offload":
+        return 0.0
+    link, disk = cluster.kind.host_link, cluster.disk_gbytes * GB
+    return blocks * _input_bytes(job, layout) / (min(link, disk) if layout.memory.activation_disk else link)
 
 
 def disk_seconds(job: Job, rows: float, cluster: ClusterConfig) -> float:
@@ -120,7 +163,7 @@ def updating_ranks(layout: Layout) -> int:
 
 
 def host_bytes(job: Job, layout: Layout) -> float:
-    """Return the bytes of host memory of the fullest rank: offloaded state, and offloaded inputs of blocks."""
+    """Return the bytes of host memory of the fullest rank: offloaded state, inputs of blocks or what passes to disk."""
     return max(_of_share(job, layout, share) for share in shares(job, layout))
 
 
@@ -134,9 +177,8 @@ def _of_share(job: Job, layout: Layout, share: Share) -> float:
         updated = job.saved_parameters * share.blocks / job.model.num_layers / layout.parallel.tensor
         size += updated * job.paged_bytes / (layout.shards if layout.sharded else 1)
     if layout.memory.activation_checkpointing == "offload":
-        tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
-        width = job.model.dim * job.residual_bytes / layout.parallel.tensor
-        size += share.in_flight * share.blocks * tokens * width
+        count = share.in_flight * share.blocks
+        size += (min(BUFFERS, count) if layout.memory.activation_disk else count) * _input_bytes(job, layout)
     return size
 
 

@@ -15,7 +15,7 @@ from tidewheel.plan.experts import products_seconds
 from tidewheel.plan.hardware import ClusterConfig, Gpu
 from tidewheel.plan.held import held
 from tidewheel.plan.layout import Job, Layout, Share, shares
-from tidewheel.plan.offload import disk_seconds, offloads, transfers, update_seconds, updating_ranks
+from tidewheel.plan.offload import disk_seconds, inputs_seconds, offloads, transfers, update_seconds, updating_ranks
 
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward pass over its forward pass: flash attention recomputes the scores (arXiv:2205.14135,
@@ -140,7 +140,7 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     backward += experts_backward - 2 * of_experts
     backward += elements * (2 + elements_again)
     if layout.memory.activation_checkpointing == "offload":  # the passes overlap the copies as far as they take longer
-        moved = tokens * share.blocks * job.residual_bytes * model.dim / p.tensor / gpu.host_link
+        moved = inputs_seconds(job, layout, cluster, share.blocks)
         forward, backward = max(forward, moved), max(backward, moved)
     if share.last:
         output = tokens * 2 * job.vocabulary_matrix / p.tensor / (gpu.fp32 if job.config.precision == "fp32" else

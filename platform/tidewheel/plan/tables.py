@@ -209,9 +209,9 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
         print_table(memory_rows(columns), title=f"memory: {cluster.usable_bytes / GB:.1f} GB can be used")
     if ranking.fitting and (axes := communication_rows(ranking.fitting[0])):
         print_table(axes, title="communication of the first")
-    if columns and (offloads(columns[0][1].layout) or columns[0][1].disk):
+    if columns and offloads(columns[0][1].layout):
         time = columns[0][1].time
-        where = "with state on disk" if columns[0][1].disk else "on the CPU"
+        where = "with state on disk" if columns[0][1].layout.memory.optimizer_disk else "on the CPU"
         print(f"offload: the update {where} takes {time.optimizer:.1f} of {time.seconds:.1f} s in each step")
     if ranking.refused:
         print_table([asdict(refused) for refused in ranking.refused],

@@ -115,6 +115,25 @@ def test_state_on_disk_is_counted_in_bytes_and_time():
     assert "GB of local disk for each GPU, which has 5.0 (--assume disk_gb=...)" in reason
 
 
+def test_inputs_of_blocks_on_disk_are_counted_in_bytes_and_time():
+    """Four of them are in host memory; a slow disk takes longer than the passes."""
+    values = {"activation_checkpointing": "offload"}
+    plans = {}
+    for name, memory, disk in (("host", values, 3.0), ("disk", {**values, "activation_disk": "/local_nvme"}, 3.0),
+                               ("slow disk", {**values, "activation_disk": "/local_nvme"}, 0.2)):
+        planned, reason = own(alone(memory=memory), ONE.model_copy(update={"disk_gbytes": disk}))
+        assert planned is not None, reason
+        plans[name] = planned
+    job = alone()
+    of_one = 4 * 4096 * job.model.dim * 4
+    assert plans["disk"].disk == job.model.num_layers * of_one
+    assert plans["host"].disk == 0
+    assert plans["host"].host - plans["disk"].host == (job.model.num_layers - 4) * of_one
+    assert plans["disk"].memory.total - plans["host"].memory.total == of_one, "two are fetched ahead, not one"
+    passes = 2 * plans["slow disk"].layout.micro_batches * job.model.num_layers * of_one / 0.2e9
+    assert plans["disk"].time.compute < passes < plans["slow disk"].time.compute
+
+
 def layout(micro_batches: int = 1, data: str = "zero3", offload: bool = True) -> Layout:
     parallel = ParallelConfig(data=data, reduce="micro_batch", offload=offload)  # type: ignore[arg-type]
     return Layout(parallel, MemoryConfig(activation_checkpointing="full"), 4, 2, micro_batches)

@@ -1,11 +1,11 @@
-"""A run with its optimizer state on disk: killed in the middle of a write, it goes on from the checkpoint."""
+"""Optimizer state or inputs of blocks on disk: a run killed in the middle of a write goes on from the checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +37,22 @@ def no_group_stays() -> Iterator[None]:
     close_own_group()
 
 
-def dies_while_it_writes(config: TrainConfig, folder: Path) -> None:
-    """Train, and die by SIGKILL when half of a block of step `KILLED_AT` is written."""
+def inputs_on_disk(folder: Path, name: str) -> TrainConfig:
+    return settings(folder, name, STEPS, [*SAVES, "memory.activation_checkpointing=offload",
+                                          f"memory.activation_disk={folder / 'disk'}"])
+
+
+WRITES = {offloaded: 1, inputs_on_disk: 8}
+"""How often a step writes each place: once, or for each micro-batch."""
+
+
+def dies_while_it_writes(config: TrainConfig, folder: Path, nth: int) -> None:
+    """Train, and die by SIGKILL when half of a block is written, at the n-th write to a place."""
     original, writes = scratch_file._write, []
 
     def half(handle: int, place: int, data: memoryview, where: Path) -> None:
         writes.append(place)
-        # a step writes each place once
-        if writes.count(place) == KILLED_AT:
+        if writes.count(place) == nth:
             os.pwrite(handle, data[:len(data) // 2 // scratch_file.ALIGNMENT * scratch_file.ALIGNMENT], place)
             (folder / "killed").write_text(str(len(writes)))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -54,12 +62,13 @@ def dies_while_it_writes(config: TrainConfig, folder: Path) -> None:
     train(config, Runtime(checkpoints=checkpoints(config)))
 
 
-def test_a_kill_in_the_middle_of_a_write_loses_nothing(tmp_path: Path):
+@pytest.mark.parametrize("on_disk", WRITES)
+def test_a_kill_in_the_middle_of_a_write_loses_nothing(on_disk: Callable[[Path, str], TrainConfig], tmp_path: Path):
     prepare(tmp_path)
-    still, killed = settings(tmp_path, "still", STEPS, SAVES), offloaded(tmp_path, "killed")
+    still, killed = settings(tmp_path, "still", STEPS, SAVES), on_disk(tmp_path, "killed")
     train_all([still])
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        on_ranks(1, dies_while_it_writes, killed, tmp_path)
+        on_ranks(1, dies_while_it_writes, killed, tmp_path, KILLED_AT * WRITES[on_disk])
     assert (tmp_path / "killed").exists(), "it died inside a write"
     assert os.listdir(tmp_path / "disk") == [], "its file is gone with it"
     assert max(losses(killed)) < KILLED_AT

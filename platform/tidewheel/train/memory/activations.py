@@ -6,7 +6,6 @@ names, and FSDP's hooks stay outside, so that weights are gathered once for reco
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tidewheel.errors import ConfigError
@@ -26,6 +24,7 @@ from tidewheel.models.family import Model
 from tidewheel.models.moe.experts import Experts
 from tidewheel.models.rope import rope_table
 from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.memory.kept_inputs import BlockInputs, Store
 
 aten = torch.ops.aten
 _BLOCK = re.compile(r"(^|\.)blocks\.\d+$")
@@ -72,7 +71,7 @@ def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
             part.__class__ = _recomputed(type(part))  # type: ignore[arg-type]
             continue
         contexts = partial(_selective, config, names[index]) if kind == "selective" else None
-        again = partial(_checkpointed, block.forward, contexts, kind == "offload")
+        again = partial(_checkpointed, block.forward, contexts)
         block.forward = again  # type: ignore[method-assign]
 
 
@@ -93,7 +92,7 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     """
     class Recomputed(kind):  # type: ignore[misc, valid-type]
         def forward(self, x: torch.Tensor, *shared: Any) -> torch.Tensor:
-            return _checkpointed(super().forward, None, False, x, *shared)
+            return _checkpointed(super().forward, None, x, *shared)
 
     Recomputed.__name__ = Recomputed.__qualname__ = kind.__name__
     return Recomputed
@@ -129,15 +128,28 @@ def product_names(model: Model, layer: int = 0) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _checkpointed(forward: Callable[..., torch.Tensor], contexts: Callable[[], Any] | None, offload: bool,
-                  x: torch.Tensor, *shared: Any) -> torch.Tensor:
+def _checkpointed(forward: Callable[..., torch.Tensor], contexts: Callable[[], Any] | None, x: torch.Tensor,
+                  *shared: Any) -> torch.Tensor:
     """Return `forward(x, *shared)`. All blocks share the rope table and the mask, so only x costs memory."""
     if not torch.is_grad_enabled():
         return forward(x, *shared)
     extra: dict[str, Any] = {"context_fn": contexts} if contexts is not None else {}
-    host = save_on_cpu(pin_memory=x.is_cuda) if offload else contextlib.nullcontext()
-    with host:  # no dropout: there is no random state to keep
-        return checkpoint(forward, x, *shared, use_reentrant=False, preserve_rng_state=False, **extra)
+    # no dropout: there is no random state to keep
+    return checkpoint(forward, x, *shared, use_reentrant=False, preserve_rng_state=False, **extra)
+
+
+def move_inputs(model: Decoder, store: Store) -> None:
+    """Keep the inputs of a decoder's blocks in a store between the passes; after compilation and before FSDP.
+
+    Args:
+        model: a decoder with checkpointed blocks, or a pipeline stage's part of one.
+        store: where the inputs go.
+    """
+    inputs = BlockInputs(store)
+    for name, block in model.named_modules():
+        if _BLOCK.search(name):
+            index = int(name.rpartition(".")[2])
+            block.forward = inputs.of_block(block.forward, index)  # type: ignore[method-assign]
 
 
 def _selective(config: MemoryConfig, names: Sequence[str]) -> Any:

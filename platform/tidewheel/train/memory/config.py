@@ -11,12 +11,13 @@ from pydantic import Field
 from tidewheel.config import Config
 
 Kind = Literal["none", "full", "every_nth", "attention", "feed_forward", "selective", "offload"]
-OPTIONS: dict[str, str] = {"every": "every_nth", "recompute_products": "selective", "keep_products": "selective"}
+OPTIONS: dict[str, str] = {"every": "every_nth", "recompute_products": "selective", "keep_products": "selective",
+                           "activation_disk": "offload"}
 """Settings that only one kind of checkpointing uses."""
 
 
 class MemoryConfig(Config):
-    """Activation checkpointing and optimizer state on disk; they change memory and speed, never the result."""
+    """Activation checkpointing, and what is on disk. These settings change memory and speed, never the result."""
 
     activation_checkpointing: Kind = "none"
     """What to keep of a block's forward pass until its backward pass.
@@ -24,7 +25,7 @@ class MemoryConfig(Config):
     every_nth: everything in every `every`-th block, and as full in the others. attention: everything but the inside of
     attention. feed_forward: everything but the inside of the feed-forward. selective: the input and the results of
     attention and matrix products; cheap operations are recomputed (https://arxiv.org/abs/2205.05198). offload: as full,
-    with the inputs of blocks in host memory."""
+    with the inputs of blocks in host memory or on disk (`activation_disk`)."""
     every: Annotated[int, Field(ge=1)] | Literal["sqrt"] = 2
     """every_nth: blocks every - 1, 2 every - 1, ... keep everything; the others are recomputed. sqrt: the square root
     of the number of blocks, rounded."""
@@ -34,12 +35,15 @@ class MemoryConfig(Config):
     """selective: keep the results of these linear layers of a block and of attention, and recompute all other products:
     [wo, w2]. The names are those in the block, or the ends of them. Default: see `recompute_products`."""
 
+    activation_disk: str = ""
+    """offload: folder on a local disk of every node, such as /local_nvme, where the inputs of blocks wait. The files
+    have no name, so they vanish with the process. "": in host memory."""
     optimizer_disk: str = ""
     """Folder on a local disk of every node, such as /local_nvme: optimizer state, master weights included, lives there
     and passes through memory layer by layer during an update (https://arxiv.org/abs/2104.07857). The files have no
     name, so they vanish with the process. "": in memory."""
 
-    @pydantic.field_validator("optimizer_disk")
+    @pydantic.field_validator("optimizer_disk", "activation_disk")
     @classmethod
     def _absolute(cls, value: str) -> str:
         if value and not value.startswith("/"):

@@ -14,8 +14,9 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,20 @@ class Transfer:
         for block in self._blocks:
             block.result()
 
+    def done(self) -> bool:
+        """Return whether `wait` returns at once."""
+        return all(block.done() for block in self._blocks)
 
-class ScratchFile:
-    """A file without a name, of a fixed size.
+
+class DirectFile:
+    """A file without a name, that is read and written by pieces.
 
     Args:
         folder: a folder on a local disk; it is created.
         size: in bytes, a multiple of `ALIGNMENT`, more than 0.
 
     Attributes:
-        tensor: uint8 [size], the contents; zero at first.
+        size: in bytes.
         direct: whether reads and writes pass the system's cache by.
 
     Raises:
@@ -84,23 +89,38 @@ class ScratchFile:
     """
 
     def __init__(self, folder: Path, size: int) -> None:
+        self.size = size
         self._path = folder
         path, handle = _created(folder, size)
         try:
-            self.tensor = _map(path, folder, size)
+            self._named(path)
             self.direct = True
             direct = _open_direct(path)
             if direct is None:
                 self.direct = False
                 logger.warning("%s takes no direct reads and writes (O_DIRECT): they pass the system's cache", folder)
-            else:
-                os.close(handle)
-                handle = direct
         finally:
             os.unlink(path)
-        self._handle = handle
+        self._allocating = handle
+        self._handle = handle if direct is None else direct
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="scratch-file")
-        self._close = weakref.finalize(self, _closed, handle, self._threads)
+        self._close = weakref.finalize(self, _closed, {self._allocating, self._handle}, self._threads)
+
+    def _named(self, path: str) -> None:
+        """Do what needs the file's name, while it has one."""
+
+    def grow(self, size: int) -> None:
+        """Allocate space up to a size; a smaller one changes nothing.
+
+        Args:
+            size: in bytes, a multiple of `ALIGNMENT`.
+
+        Raises:
+            StorageError: there is not enough space.
+        """
+        if size > self.size:
+            _allocate(self._allocating, self._path, self.size, size)
+            self.size = size
 
     def read(self, place: int, into: torch.Tensor) -> Transfer:
         """Start to read.
@@ -111,14 +131,15 @@ class ScratchFile:
         """
         return self._start(_read, place, into)
 
-    def write(self, place: int, source: torch.Tensor) -> Transfer:
+    def write(self, place: int, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
         """Start to write.
 
         Args:
             place: first byte in the file, a multiple of `ALIGNMENT`.
             source: `buffer` or a slice of one, of whole `ALIGNMENT`s; it must not change until the transfer is done.
+            after: returns when `source` has its values; each of the file's threads calls it. Default: it has them.
         """
-        return self._start(_write, place, source)
+        return self._start(_write if after is None else partial(_write_after, after), place, source)
 
     def close(self) -> None:
         """Wait for all transfers and free the space, once no tensor uses it."""
@@ -130,9 +151,25 @@ class ScratchFile:
                          for start in range(0, len(data), BLOCK)])
 
 
-def buffer(size: int) -> torch.Tensor:
-    """Return memory for transfers, uint8 [size], whose address is a multiple of `ALIGNMENT`."""
-    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+class ScratchFile(DirectFile):
+    """A file without a name, of a fixed size, that is also a tensor.
+
+    Attributes:
+        tensor: uint8 [size], the contents; zero at first.
+    """
+
+    def _named(self, path: str) -> None:
+        self.tensor = _map(path, self._path, self.size)
+
+
+def buffer(size: int, pinned: bool = False) -> torch.Tensor:
+    """Return memory for transfers, uint8 [size], whose address is a multiple of `ALIGNMENT`.
+
+    Args:
+        size: in bytes.
+        pinned: whether a GPU copies from and to it without another copy.
+    """
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start:start + size]
 
@@ -178,18 +215,32 @@ def _created(folder: Path, size: int) -> tuple[str, int]:
         folder.mkdir(parents=True, exist_ok=True)
         handle, path = tempfile.mkstemp(prefix=".tidewheel-", dir=folder)
     try:
-        os.posix_fallocate(handle, 0, size)  # a page that finds the disk full later would kill the process
-    except OSError as error:
+        _allocate(handle, folder, 0, size)
+    except StorageError:
         os.close(handle)
         os.unlink(path)
+        raise
+    return path, handle
+
+
+def _allocate(handle: int, folder: Path, start: int, end: int) -> None:
+    """Allocate the space of a file from byte `start` to byte `end`.
+
+    Raises:
+        StorageError: there is not enough space.
+    """
+    try:
+        os.posix_fallocate(handle, start, end - start)  # a page that finds the disk full later would kill the process
+    except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageError(f"cannot allocate a file: {error.strerror}", where=str(folder),
                                fix="give a folder on a local disk") from None
         free = shutil.disk_usage(folder).free
-        raise StorageError(f"this rank needs {size / 1e9:.2f} GB on disk, {free / 1e9:.2f} are free", where=str(folder),
-                           fix="free some space there, name a larger disk (memory.optimizer_disk), or shard over more "
-                               "workers") from None
-    return path, handle
+        more = f"{start / 1e9:.2f} of them allocated, " if start else ""
+        raise StorageError(f"this rank needs {end / 1e9:.2f} GB on disk, {more}{free / 1e9:.2f} are free",
+                           where=str(folder),
+                           fix="free some space there, name a larger disk (memory.optimizer_disk, "
+                               "memory.activation_disk), or shard over more workers") from None
 
 
 def _map(path: str, folder: Path, size: int) -> torch.Tensor:
@@ -216,9 +267,10 @@ def _open_direct(path: str) -> int | None:
     return handle
 
 
-def _closed(handle: int, threads: ThreadPoolExecutor) -> None:
+def _closed(handles: set[int], threads: ThreadPoolExecutor) -> None:
     threads.shutdown(wait=True)
-    os.close(handle)
+    for handle in handles:
+        os.close(handle)
 
 
 def _read(handle: int, place: int, data: memoryview, where: Path) -> None:
@@ -228,6 +280,11 @@ def _read(handle: int, place: int, data: memoryview, where: Path) -> None:
             if not done:
                 raise OSError(errno.EIO, "the file ends early")
             data, place = data[done:], place + done
+
+
+def _write_after(after: Callable[[], None], handle: int, place: int, data: memoryview, where: Path) -> None:
+    after()
+    _write(handle, place, data, where)
 
 
 def _write(handle: int, place: int, data: memoryview, where: Path) -> None:

@@ -165,6 +165,7 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
     memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))
+    memory.offload_inputs(part, config.memory, device)
     if isinstance(part, Wrapped):  # it has values already; `to_empty` would also untie what layers share
         part.to(device)
     if shards is not None:
