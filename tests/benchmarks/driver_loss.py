@@ -12,7 +12,8 @@ it.
 - host frozen: SIGSTOP to the driver, the coordinator and Ray Train's controller, as if their machine stood still. A
   second driver is started at once, without --take-over, and finds that nobody owns the run any more.
 
-`next step` is the time from the signal to the first step that the run had not done before, by the workers' own records;
+`new coordinator` is the time from the signal until the new driver's coordinator has begun, which includes the start of
+the driver's process; `next step` that to the first step that the run had not done before, by the workers' own records;
 `checkpoint` the time to the next committed one. The exit code is 1 if a run does not continue, if the old driver
 commits anything after it has woken up, or if the audit fails.
 """
@@ -37,7 +38,7 @@ import psutil
 
 from tests.chaos.world import REPOSITORY, World, disturbed_run, prepare, settings
 from tidewheel import jsonlog
-from tidewheel.commit_log import CommitLog
+from tidewheel.commit_log import CommitLog, Record, epoch_of
 from tidewheel.console import print_table
 from tidewheel.train.audit import audit
 
@@ -52,6 +53,8 @@ class Outcome:
     """What one case cost."""
 
     case: str
+    owner: float = 0.0
+    """Seconds until the new driver's coordinator has begun."""
     next_step: float = 0.0
     checkpoint: float = 0.0
     again: int = 0
@@ -65,10 +68,17 @@ def losses(world: World) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["time"])
 
 
-def committed(world: World) -> tuple[int, list[str]]:
-    """Return the epoch of the run's owner, and the committed checkpoints."""
+def newest(world: World) -> Record:
+    """Return the newest record of the run's commit log."""
     head = CommitLog(world.run_store.child("checkpoints")).head()
-    return (-1, []) if head is None else (head.epoch, list(head.checkpoints))
+    assert head is not None
+    return head
+
+
+def has_checkpoints(world: World) -> bool:
+    """Return whether the run has committed a checkpoint."""
+    head = CommitLog(world.run_store.child("checkpoints")).head()
+    return head is not None and bool(head.checkpoints)
 
 
 class Case:
@@ -88,7 +98,7 @@ class Case:
     def run(self) -> Outcome:
         """Disturb the run, let it finish, and return the cost."""
         world = self._world
-        self._until(lambda: world.step >= AT_STEP and bool(committed(world)[1]), "the run did not start")
+        self._until(lambda: world.step >= AT_STEP and has_checkpoints(world), "the run did not start")
         actions = {"killed": self._kill, "coordinator killed": self._kill_coordinator, "frozen": self._freeze,
                    "frozen, taken over": self._freeze_and_take_over, "host frozen": self._freeze_host}
         actions[self._outcome.case]()
@@ -103,19 +113,19 @@ class Case:
         return self._outcome
 
     def _kill(self) -> None:
-        at, before = time.time(), committed(self._world)
+        at, before = time.time(), newest(self._world)
         self._world.kill_driver()  # `World.supervise` starts the next one half a second later
         self._measure(at, before)
 
     def _kill_coordinator(self) -> None:
         [pid] = self._beside("ray::Coordinator")
-        at, before = time.time(), committed(self._world)
+        at, before = time.time(), newest(self._world)
         os.kill(pid, signal.SIGKILL)
         self._measure(at, before)
 
     def _freeze(self) -> None:
         pid = self._driver()
-        at, before = time.time(), committed(self._world)
+        at, before = time.time(), newest(self._world)
         os.kill(pid, signal.SIGSTOP)
         self._measure(at, before)
         time.sleep(max(0.0, at + FROZEN_SECONDS - time.time()))
@@ -123,7 +133,7 @@ class Case:
 
     def _freeze_and_take_over(self) -> None:
         pid = self._driver()
-        at, before = time.time(), committed(self._world)
+        at, before = time.time(), newest(self._world)
         os.kill(pid, signal.SIGSTOP)
         self._start_second(CHAOS_TAKE_OVER="1")
         self._measure(at, before)
@@ -131,7 +141,7 @@ class Case:
 
     def _freeze_host(self) -> None:
         stopped = [self._driver(), *self._beside("ray::Coordinator", "ray::ElasticController")]
-        at, before = time.time(), committed(self._world)
+        at, before = time.time(), newest(self._world)
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         self._start_second()
@@ -164,22 +174,24 @@ class Case:
 
     def _wake_up(self, pids: list[int]) -> None:
         """Let the old driver continue. It must end, and commit nothing."""
-        epoch = committed(self._world)[0]
+        epoch = newest(self._world).epoch
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._until(lambda: self._world.drivers[0].code is not None, "the old driver did not end")
-        if committed(self._world)[0] != epoch:
+        if newest(self._world).epoch != epoch:
             self._outcome.problems.append("the old driver has taken the run back")
 
-    def _measure(self, at: float, before: tuple[int, list[str]]) -> None:
+    def _measure(self, at: float, before: Record) -> None:
         """Wait until the run has done a new step and committed a checkpoint, and note the times since `at`."""
         world, outcome = self._world, self._outcome
         taken_over = self._outcome.case != "frozen"
 
         def is_committed() -> bool:
-            epoch, checkpoints = committed(world)
-            return (epoch > before[0] or not taken_over) and bool(set(checkpoints) - set(before[1]))
+            head = newest(world)
+            if not taken_over:
+                return bool(set(head.checkpoints) - set(before.checkpoints))
+            return head.epoch > before.epoch and epoch_of(head.generation) == head.epoch  # by the new owner
 
         self._until(is_committed, "no checkpoint was committed")
         outcome.checkpoint = time.time() - at
@@ -194,6 +206,7 @@ class Case:
             resumed = next(event for event in world.events("resume") if event["time"] > at)
             furthest = max(line["step"] for line in lines if line["time"] <= resumed["time"])
             outcome.again = furthest - resumed["detail"]["step"]
+            outcome.owner = next(event for event in world.events("driver_start") if event["time"] > at)["time"] - at
         outcome.next_step = next(line["time"] for line in lines
                                  if line["step"] > furthest and line["time"] > at) - at
 
@@ -238,7 +251,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="tw-driver-") as name:
             outcomes.append(measure(Path(name), case, given.step_seconds))
         print(f"{outcomes[-1]}", file=sys.stderr, flush=True)
-    print_table([{"case": one.case, "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
+    print_table([{"case": one.case, "new coordinator, s": f"{one.owner:.1f}", "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
                   "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes], title="the driver's end")
     if given.json:
         Path(given.json).write_text(json.dumps([vars(one) for one in outcomes]))
