@@ -57,6 +57,7 @@ class Membership:
                                     limits.start)
         self._health = health or NodeHealth(NodeChecksConfig(), outbox)
         self._largest_formed = 0
+        self._awaited = ""  # a worker that had not connected when last looked for
         self._silence = Silence(self.workers, limits.heartbeat)
         self._tensor = tensor
         self.largest = max(self.sizes)
@@ -493,7 +494,7 @@ class Membership:
         """Form a generation if possible."""
         if self.phase is not Phase.GATHERING:
             return
-        starting = any(not worker.connected for worker in self.workers.values())
+        starting = self._is_starting()
         if self._gathering_since is None:
             self._gathering_since = now
         if now < self._not_before:
@@ -520,6 +521,14 @@ class Membership:
             return
         previous = self._ended.members if self._ended is not None else ()
         self._form(choose(available, size, previous, self._tensor), now)
+
+    def _is_starting(self) -> bool:
+        """Return whether some worker has not connected yet. Each of thousands that connect asks."""
+        awaited = self.workers.get(self._awaited)
+        if awaited is None or awaited.connected:
+            late = (worker.name for worker in reversed(self.workers.values()) if not worker.connected)
+            self._awaited = next(late, "")
+        return bool(self._awaited)
 
     def _usable(self) -> list[Worker]:
         """Return the workers that can take a rank, without those of nodes that failed again and again."""
