@@ -29,6 +29,7 @@ from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.ownership import acquire
 from tidewheel.train.config import ElasticConfig
+from tidewheel.train.node_checks_config import NodeChecksConfig
 
 PROCESSES = 4
 RANKS_A_NODE = 8
@@ -174,7 +175,8 @@ class Measurement:
         self.problems: list[str] = []
         self._workers = workers
         self._coordinator = MeasuredCoordinator(tempfile.mkdtemp(), workers, elastic=ElasticConfig(
-            max_workers=workers, heartbeat_seconds=heartbeat))
+            max_workers=workers, heartbeat_seconds=heartbeat,
+            node_checks=NodeChecksConfig(failures=0)))  # deaths follow each other on one node, which stays in use
         self._coordinator.start("127.0.0.1")
         began = time.monotonic()
         before = self._coordinator.cpu_seconds()
