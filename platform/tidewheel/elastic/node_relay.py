@@ -134,6 +134,11 @@ class NodeRelay:
         if self._problem is not None:
             raise self._problem
 
+    @property
+    def runs(self) -> bool:
+        """Whether workers can connect."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """Close all connections and end the thread."""
         with contextlib.suppress(RuntimeError):  # it has ended
