@@ -394,7 +394,7 @@ class Membership:
             spare = self._admission.spares(lambda worker: worker.available)
             judgement = self._admission.blame.judge(generation.faults, spare, now)
         if judgement is None:
-            self.charge(counted=not generation.lost)
+            self.charge(counted=not generation.lost, stepped=generation.step > 0)
         elif judgement.final:
             self._resizer.shrunk()
             self.recovery = Recovery.NONE
@@ -414,15 +414,16 @@ class Membership:
         else:
             self._raise_all(f"the run has failed: {cause}")
 
-    def charge(self, *, counted: bool = True, in_place: bool = False) -> Recovery:
+    def charge(self, *, counted: bool = True, in_place: bool = False, stepped: bool = False) -> Recovery:
         """Note one more failure; return how to recover from it.
 
         Args:
             counted: see `FailureBudget`.
+            stepped: the generation did a step.
             in_place: a worker is left out, so recovery starts again with the first kind.
         """
         self._resizer.shrunk()
-        self.recovery = self._budget.charge(self._furthest, counted=counted)
+        self.recovery = self._budget.charge(self._furthest, counted=counted, stepped=stepped)
         if in_place and self.recovery is not Recovery.NONE:
             self.recovery = self._budget.first
         return self.recovery
