@@ -99,6 +99,7 @@ class Setting:
         plain = ElasticConfig(max_workers=self.ranks)
         return ElasticConfig(
             max_workers=self.ranks, standby_workers=self.spares * RANKS_A_NODE,
+            heartbeat_seconds=30,  # all workers are one process, which a busy machine may keep waiting
             join_wait_seconds=plain.join_wait_seconds / self.speed,
             resize_interval_seconds=plain.resize_interval_seconds / self.speed,
             backoff_seconds=plain.backoff_seconds / self.speed,

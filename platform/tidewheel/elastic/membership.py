@@ -405,7 +405,7 @@ class Membership:
             self._health.failed(judgement.cause.node, judgement.cause.text)
             self._admission.leave_out(judgement.cause, judgement.out)
         if self.recovery is Recovery.IN_PLACE:
-            self._not_before = now + self._budget.pause
+            self._not_before = generation.began + self._budget.pause  # a generation that lasted is no quick repetition
             self._regather(now)
         elif self.recovery is not Recovery.NONE:
             self._raise_all(f"in-place recovery has failed: {self.recovery}")

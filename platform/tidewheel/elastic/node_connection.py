@@ -38,9 +38,11 @@ class Relayed:
         self._number = number
 
     def send(self, frame: FromCoordinator) -> None:
+        """Send a frame."""
         self._node.send(self._number, frame)
 
     def close(self) -> None:
+        """Close the connection."""
         self._node.drop(self._number)
 
 

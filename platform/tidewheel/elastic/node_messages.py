@@ -121,7 +121,13 @@ class Groups(Generic[B]):
 
 
 def add_order(groups: Groups[Any], worker: int, frame: FromCoordinator) -> None:
-    """Add a frame of the coordinator to `groups`."""
+    """Add a frame of the coordinator.
+
+    Args:
+        groups: where to add it.
+        worker: number of the worker's connection.
+        frame: the frame.
+    """
     body = frame.body
     if isinstance(body, Join):
         key: Hashable = (Join, body.generation, id(body.memory))
@@ -141,7 +147,13 @@ def line_to_node(group: Group[Any]) -> bytes:
 
 
 def line(body: str, workers: list[tuple[int, int | None, int]], ranks: list[int] | None = None) -> bytes:
-    """Return a line, whose body is JSON."""
+    """Return a line.
+
+    Args:
+        body: the body as JSON.
+        workers: connection, sequence number and acknowledgement of each worker.
+        ranks: rank of each worker; None for a line without ranks.
+    """
     tail = "" if ranks is None else f',"ranks":{json.dumps(ranks)}'
     text = f'{{"body":{body},"workers":{json.dumps(workers)}{tail}}}'
     return text.encode("utf-8", "replace") + b"\n"

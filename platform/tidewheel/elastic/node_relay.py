@@ -72,7 +72,14 @@ class Uplink:
             self.put(worker, body, frame.get("number"), received)
 
     def put(self, worker: int, body: str, number: int | None, received: int) -> None:
-        """Take a frame with this JSON body."""
+        """Take a frame of a worker.
+
+        Args:
+            worker: number of its connection.
+            body: the body as JSON.
+            number: sequence number.
+            received: acknowledgement.
+        """
         if not self._groups:
             asyncio.get_running_loop().call_later(GATHER_SECONDS, self.flush)
         self._groups.add(body, body, worker, number, received)

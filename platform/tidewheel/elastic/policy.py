@@ -222,5 +222,5 @@ class FailureBudget:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next attempt."""
+        """Least seconds between the beginnings of the last attempt and the next."""
         return self.backoff.seconds(self.fruitless - QUICK)

@@ -75,10 +75,12 @@ class Direct:
         self._writer = writer
 
     def send(self, frame: FromCoordinator) -> None:
+        """Send a frame."""
         if not self._writer.is_closing():
             self._writer.write(encode(frame))
 
     def close(self) -> None:
+        """Close the connection."""
         self._writer.transport.abort()
 
 

@@ -116,6 +116,19 @@ def test_losses_while_steps_are_repeated_are_not_followed_by_a_pause(world):
         world.run(2)
 
 
+def test_losses_that_are_far_apart_are_not_followed_by_a_pause(world):
+    """A try that lasted longer than the pause before the next is no quick repetition."""
+    names = {"a", "b", "c", "d"}
+    for victim in "bcd":
+        world.wait(5, *names)
+        world.come(f"{victim}2")
+        names |= {f"{victim}2"}
+        world.lose(victim)
+        names.discard(victim)
+        world.leave(*world.members)
+        assert world.members
+
+
 def test_a_member_that_does_not_leave_is_cut_off(world):
     world.lose("b")
     world.leave("a", "c")
