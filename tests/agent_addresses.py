@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.elastic.connection import Endpoint
 
 
 class AgentAddresses:
@@ -15,6 +16,10 @@ class AgentAddresses:
     def on(self, nodes: Iterable[str], seconds: float) -> dict[str, Address]:
         """Return an address for each node."""
         return {node: Address(node, 1) for node in nodes}
+
+    def relays(self, nodes: Iterable[str], endpoint: Endpoint, seconds: float) -> dict[str, tuple[str, int]]:
+        """Return no relay: the workers of a node connect directly."""
+        return {}
 
     def lost(self, node: str) -> None:
         """Do nothing: there is no process."""

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.agent_addresses import AgentAddresses
+from tidewheel import storage
 from tidewheel.console import print_table
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.ownership import acquire
-from tidewheel.storage import store
 from tidewheel.train.config import ElasticConfig
+from tidewheel.train.node_checks_config import NodeChecksConfig
 
 PROCESSES = 4
 RANKS_A_NODE = 8
@@ -41,8 +42,11 @@ STEADY_SECONDS = 5.0
 class MeasuredCoordinator(Coordinator):
     """The coordinator, without Ray, that notes when it learns of losses."""
 
-    def __init__(self, run_uri: str, workers: int) -> None:
-        super().__init__(run_uri, ElasticConfig(min_workers=1, max_workers=workers), tuple(range(1, workers + 1)))
+    def __init__(self, run_uri: str, workers: int, *, elastic: ElasticConfig | None = None,
+                 sizes: tuple[int, ...] = ()) -> None:
+        owned = acquire(storage.store(run_uri))  # else the coordinator finds out that the run is not its own
+        super().__init__(run_uri, elastic or ElasticConfig(min_workers=1, max_workers=workers),
+                         sizes or tuple(range(1, workers + 1)), epoch=owned.epoch)
         self._agents = AgentSupervisor(AgentAddresses())  # type: ignore[arg-type]
         self.learnt: dict[str, float] = {}
         """When each worker was found to be lost, in monotonic seconds."""
@@ -74,23 +78,24 @@ class Swarm:
         coordinator: where they connect.
         workers: number of workers.
         beat: seconds between two beats of a worker; 0 for the product's.
+        relays: the workers of a node share a connection.
     """
 
-    def __init__(self, coordinator: MeasuredCoordinator, workers: int, beat: float) -> None:
+    def __init__(self, coordinator: MeasuredCoordinator, workers: int, beat: float, relays: bool) -> None:
         self._coordinator = coordinator
         self.names = {f"w{index:05d}": f"n{index // RANKS_A_NODE:05d}" for index in range(workers)}
         coordinator.expect(self.names, anew=True)
         endpoint = coordinator.endpoint()
         self._reports: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._processes = []
-        names = list(self.names)
+        relay = ["--relays"] if relays else []
         for number in range(PROCESSES):
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.benchmarks.control_plane_clients", endpoint.address[0],
-                 str(endpoint.address[1]), "--beat", str(beat)],
+                 str(endpoint.address[1]), "--beat", str(beat), *relay],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self._processes.append(process)
-            mine = {name: self.names[name] for name in names[number::PROCESSES]}
+            mine = {name: node for name, node in self.names.items() if int(node[1:]) % PROCESSES == number}
             self._tell(process, {"token": endpoint.token, "names": mine})
             threading.Thread(target=self._read, args=(number, process), daemon=True).start()
 
@@ -162,20 +167,22 @@ class Measurement:
     Args:
         workers: their number.
         beat: seconds between two beats; 0 for the product's.
+        relays: the workers of a node share a connection.
+        heartbeat: seconds after which a silent worker is lost.
     """
 
-    def __init__(self, workers: int, beat: float) -> None:
+    def __init__(self, workers: int, beat: float, *, relays: bool = False, heartbeat: float = 3.0) -> None:
         self.problems: list[str] = []
         self._workers = workers
-        run = tempfile.mkdtemp()
-        acquire(store(run))  # a coordinator whose run has no owner gives it up
-        self._coordinator = MeasuredCoordinator(run, workers)
+        self._coordinator = MeasuredCoordinator(tempfile.mkdtemp(), workers, elastic=ElasticConfig(
+            max_workers=workers, heartbeat_seconds=heartbeat,
+            node_checks=NodeChecksConfig(failures=0)))  # deaths follow each other on one node, which stays in use
         self._coordinator.start("127.0.0.1")
         began = time.monotonic()
         before = self._coordinator.cpu_seconds()
-        self._swarm = Swarm(self._coordinator, workers, beat)
+        self._swarm = Swarm(self._coordinator, workers, beat, relays)
         self._alive = list(self._swarm.names)
-        _, last = self._swarm.formed(workers)
+        self._generation, last = self._swarm.formed(workers)
         self.start = {"workers": f"{workers:,}", "rendezvous s": f"{last - began:.2f}",
                       "its CPU s": f"{self._coordinator.cpu_seconds() - before:.2f}",
                       "bytes of a join": f"{self._swarm.totals()['bytes'] // workers:,}"}
@@ -209,7 +216,8 @@ class Measurement:
         began = time.monotonic()
         self._swarm.order({how: chosen})
         self._alive = [name for name in self._alive if name not in set(chosen)]
-        _, last = self._swarm.formed(len(self._alive))
+        generation, last = self._swarm.formed(len(self._alive))
+        ended, self._generation = generation - self._generation, generation
         cpu = self._coordinator.cpu_seconds() - cpu
         after = self._swarm.totals()
         learnt = sorted(self._coordinator.learnt[name] - began for name in chosen)
@@ -218,7 +226,7 @@ class Measurement:
             self.problems.append(f"{self._workers} workers, {event}: {max(len(cut), after['cut'])} survivors cut off")
         return {"workers": f"{self._workers:,}", "event": event, "seconds": f"{last - began:.3f}",
                 "learnt p50": f"{learnt[len(learnt) // 2]:.3f}", "learnt p99": f"{learnt[len(learnt) * 99 // 100]:.3f}",
-                "its CPU s": f"{cpu:.3f}", "aborts": f"{after['aborts'] - before['aborts']:,}",
+                "ended": str(ended), "its CPU s": f"{cpu:.3f}", "aborts": f"{after['aborts'] - before['aborts']:,}",
                 "frames out": f"{after['frames'] - before['frames']:,}",
                 "kB out": f"{(after['bytes'] - before['bytes']) / 1e3:,.0f}", "cut off": len(cut)}
 
@@ -228,6 +236,8 @@ def main() -> int:
     options.add_argument("--workers", type=int, nargs="+", default=[64, 256, 1000])
     options.add_argument("--deaths", type=int, nargs="+", default=[1, 10, 100])
     options.add_argument("--beat", type=float, default=0.0, help="seconds between two beats (default: as a worker)")
+    options.add_argument("--heartbeat", type=float, default=3.0, help="seconds until a silent worker is lost")
+    options.add_argument("--relays", action="store_true", help="workers of a node share one connection")
     options.add_argument("--limit", type=float, default=5.0, help="seconds that a generation may take after deaths")
     options.add_argument("--output", default="", help="also write the times as JSON, for tidewheel plan goodput")
     given = options.parse_args()
@@ -237,7 +247,7 @@ def main() -> int:
     events: list[dict[str, Any]] = []
     problems: list[str] = []
     for workers in given.workers:
-        measurement = Measurement(workers, given.beat)
+        measurement = Measurement(workers, given.beat, relays=given.relays, heartbeat=given.heartbeat)
         try:
             starts.append(measurement.steady())
             for deaths in [deaths for deaths in given.deaths if 4 * deaths <= workers]:
@@ -253,7 +263,7 @@ def main() -> int:
     print_table(starts, title="start and steady state")
     print_table(events, title="from an event until the last survivor has joined the next generation")
     if given.output:
-        deaths = [row for row in events if row["event"].split()[0].isdigit() and "death" in row["event"]]
+        deaths = [row for row in events if row["event"].endswith(" die")]
         Path(given.output).write_text(json.dumps({"kind": "control_plane", "agreements": [
             {"workers": int(row["workers"].replace(",", "")), "deaths": int(row["event"].split()[0]),
              "seconds": float(row["seconds"])} for row in deaths]}))

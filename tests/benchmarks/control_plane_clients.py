@@ -1,5 +1,6 @@
 """Workers of `control_plane` without torch: connections that speak the real protocol, many in one process.
 
+With `--relays` the workers of a node share a connection, as they do through the node's relay.
 Each connection says hello, beats as often as a worker, joins generations, leaves when its generation is aborted, dies
 or freezes. The parent process sends commands as JSON lines to the standard input and reads reports from the output.
 """
@@ -21,10 +22,14 @@ from tidewheel.elastic.messages import (
     FromWorker,
     Hello,
     Left,
+    NodeHello,
     StepDone,
     WorkerMessage,
+    body_text,
     encode,
 )
+from tidewheel.elastic.node_messages import Beats, Gone, line, split
+from tidewheel.elastic.node_relay import Uplink
 
 CONNECT_AT_ONCE = 100
 """Connections that a process opens at the same time; a listening socket holds back this many."""
@@ -69,7 +74,7 @@ class Worker(asyncio.Protocol):
         self.dead = False
         self.frozen = False
         self._clients = clients
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport | Relayed | None = None
         self._buffer = b""
         self._sent = 0
         self._received = 0
@@ -78,26 +83,35 @@ class Worker(asyncio.Protocol):
         self._beat: tuple[tuple[int, int, int], bytes] = ((-1, -1, -1), b"")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        assert isinstance(transport, asyncio.Transport | Relayed)
         self._transport = transport
         transport.write(encode(FromWorker(Hello(self.name, self.node, self._clients.token))))
 
     def data_received(self, data: bytes) -> None:
         self._clients.totals.bytes += len(data)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
+        for text in lines:
             self._clients.totals.frames += 1
-            frame = json.loads(line)
-            self._received = max(self._received, frame["number"] or 0)
-            if not self.dead and not self.frozen:
-                self._act(frame["body"])
+            frame = json.loads(text)
+            self.take(frame["number"], frame["body"])
+
+    def take(self, number: int | None, body: dict[str, Any]) -> None:
+        """Act on a message of the coordinator."""
+        self._received = max(self._received, number or 0)
+        if not self.dead and not self.frozen:
+            self._act(body)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         if not self.dead and not self.frozen:
             self._clients.totals.cut += 1
             self._clients.totals.refused += self._welcome == 0
+            self._clients.alive -= 1
         self.dead = True
+
+    def row(self, number: int) -> tuple[int, int, int, int, float, int]:
+        """Return a heartbeat as a relay sends it."""
+        return (number, self._received, self.generation, 1, 0.0, self._aborted)
 
     def beat(self) -> None:
         """Send a heartbeat. Its line is kept: the clients' own time is not what is measured."""
@@ -136,6 +150,84 @@ class Worker(asyncio.Protocol):
             self._transport.write(encode(FromWorker(message, self._sent, self._received)))
 
 
+class Relayed(asyncio.BaseTransport):
+    """A worker's connection through its node's relay.
+
+    Args:
+        node: the relay's connection.
+        number: of the worker's connection.
+    """
+
+    def __init__(self, node: NodeLink, number: int) -> None:
+        super().__init__()
+        self._node = node
+        self._number = number
+
+    def write(self, data: bytes) -> None:
+        """Send a line."""
+        self._node.uplink.add(self._number, data)
+
+    def abort(self) -> None:
+        """Close the connection."""
+        self._node.uplink.put(self._number, body_text(Gone()), None, 0)
+
+
+class NodeLink(asyncio.Protocol):
+    """A relay's connection to the coordinator, with the workers of its node.
+
+    Args:
+        node: id of the node.
+        workers: its workers.
+        clients: all workers of the process.
+    """
+
+    def __init__(self, node: str, workers: list[Worker], clients: Clients) -> None:
+        self.uplink = Uplink(self._write)
+        self._node = node
+        self._workers = workers
+        self._clients = clients
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(encode(FromWorker(NodeHello(self._node, self._clients.token))))
+        for number, worker in enumerate(self._workers):
+            worker.connection_made(Relayed(self, number))
+
+    def data_received(self, data: bytes) -> None:
+        self._clients.totals.bytes += len(data)
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for text in lines:
+            self._clients.totals.frames += 1
+            _, values = split(text)
+            body = values["body"]
+            for index, (worker, number, _) in enumerate(values["workers"]):
+                if body["type"] == "drop":
+                    self._workers[worker].connection_lost(None)
+                elif body["type"] == "join":
+                    self._workers[worker].take(number, {**body, "rank": values["ranks"][index]})
+                else:
+                    self._workers[worker].take(number, body)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        for worker in self._workers:
+            worker.connection_lost(error)
+
+    def beat(self) -> None:
+        """Send the heartbeats of the node's workers."""
+        rows = [worker.row(number) for number, worker in enumerate(self._workers)
+                if not worker.dead and not worker.frozen]
+        if rows:
+            self._write(line(body_text(Beats(tuple(rows))), []))
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+
 class Clients:
     """The workers of this process.
 
@@ -143,12 +235,21 @@ class Clients:
         token: the run's token.
         names: node by worker.
         beat: seconds between two beats; 0 for what the coordinator says.
+        relays: the workers of a node share a connection.
     """
 
-    def __init__(self, token: str, names: dict[str, str], beat: float) -> None:
+    def __init__(self, token: str, names: dict[str, str], beat: float, *, relays: bool = False) -> None:
         self.token = token
         self.totals = Totals()
         self.workers = {name: Worker(name, node, self) for name, node in names.items()}
+        self.alive = len(names)
+        """Workers that neither died nor froze."""
+        self.links: list[NodeLink] = []
+        if relays:
+            by_node: dict[str, list[Worker]] = {}
+            for worker in self.workers.values():
+                by_node.setdefault(worker.node, []).append(worker)
+            self.links = [NodeLink(node, workers, self) for node, workers in by_node.items()]
         self._beat = beat or BEAT_SECONDS
         self._keep_beat = bool(beat)
         self._rounds: dict[int, Round] = {}
@@ -161,8 +262,10 @@ class Clients:
         one.last = time.monotonic()
         if not self._keep_beat:
             self._beat = body["beat_seconds"]
+        if len(one.ranks) < self.alive:
+            return
         alive = [other for other in self.workers.values() if not other.dead and not other.frozen]
-        if len(one.ranks) >= len(alive) and all(other.generation == body["generation"] for other in alive):
+        if all(other.generation == body["generation"] for other in alive):
             say({"joined": body["generation"], "at": one.last, "world_size": one.world_size,
                  "ranks": len(one.ranks), "sum": sum(one.ranks)})
 
@@ -171,21 +274,22 @@ class Clients:
         loop = asyncio.get_running_loop()
         gate = asyncio.Semaphore(CONNECT_AT_ONCE)
 
-        async def one(worker: Worker) -> None:
+        async def one(end: Worker | NodeLink) -> None:
             async with gate:
-                await loop.create_connection(lambda: worker, host, port)
+                await loop.create_connection(lambda: end, host, port)
 
-        await asyncio.gather(*(one(worker) for worker in self.workers.values()))
+        await asyncio.gather(*(one(end) for end in self.links or self.workers.values()))
         say({"connected": len(self.workers)})
 
     async def beats(self) -> None:
         """Let each worker beat, evenly spread over the interval."""
         while True:
             began = time.monotonic()
-            workers = [worker for worker in self.workers.values() if not worker.dead and not worker.frozen]
-            for index, worker in enumerate(workers):
-                worker.beat()
-                ahead = began + self._beat * index / len(workers) - time.monotonic()
+            ends: list[Worker] | list[NodeLink] = self.links or [
+                worker for worker in self.workers.values() if not worker.dead and not worker.frozen]
+            for index, end in enumerate(ends):
+                end.beat()
+                ahead = began + self._beat * index / len(ends) - time.monotonic()
                 if ahead > 0.005:
                     await asyncio.sleep(ahead)
             await asyncio.sleep(max(0.0, began + self._beat - time.monotonic()))
@@ -194,9 +298,11 @@ class Clients:
         """Act on a command of the parent."""
         for name in command.get("die", ()):
             if name in self.workers:
+                self.alive -= 1
                 self.workers[name].die()
         for name in command.get("freeze", ()):
             if name in self.workers:
+                self.alive -= 1
                 self.workers[name].frozen = True
         if command.get("report"):
             say({"report": vars(self.totals)})
@@ -224,9 +330,10 @@ def main() -> None:
     options.add_argument("host")
     options.add_argument("port", type=int)
     options.add_argument("--beat", type=float, default=0.0)
+    options.add_argument("--relays", action="store_true")
     given = options.parse_args()
     setup = json.loads(sys.stdin.readline())
-    clients = Clients(setup["token"], setup["names"], given.beat)
+    clients = Clients(setup["token"], setup["names"], given.beat, relays=given.relays)
     asyncio.run(run(clients, given.host, given.port))
 
 

@@ -34,7 +34,8 @@ class Admission:
 
     def available(self) -> list[Worker]:
         """Return the workers that can take a rank and keep it."""
-        return [worker for worker in self._workers.values() if worker.available]
+        return [worker for worker in self._workers.values()  # `Worker.available`, for thousands several times a second
+                if worker.connected and worker.cleared and not worker.leaving]
 
     def spares(self, counts: Callable[[Worker], bool]) -> Spare:
         """Return a function that says whether enough workers remain without a fault's process, device or node.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.agents import Agents
+from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.messages import AgentTable, MemoryPlacement
 
 ANSWER_SECONDS = 5.0
@@ -29,6 +30,8 @@ class AgentSupervisor:
         self._requested: set[str] = set()
         self._addresses: dict[str, Address] = {}
         self._gone: set[str] = set()
+        self._endpoint: Endpoint | None = None  # of the coordinator to which relays connect
+        self._relays: dict[str, tuple[str, int]] = {}
         self._table: AgentTable | None = None  # the newest of a placement, and its nodes
         self._nodes: tuple[str, ...] = ()
         self._domains: dict[str, str] = {}
@@ -44,6 +47,15 @@ class AgentSupervisor:
             self._requested |= set(nodes)
         self._changed.set()
 
+    def relay_to(self, endpoint: Endpoint) -> None:
+        """Let every agent relay the messages of its node's workers to this coordinator."""
+        self._endpoint = endpoint
+        self._changed.set()
+
+    def relay(self, node: str) -> tuple[str, int] | None:
+        """Return where the workers of this node connect; None if that is the coordinator itself."""
+        return self._relays.get(node)
+
     def located(self, domains: Mapping[str, str]) -> None:
         """Note the failure domain of each node whose labels name one."""
         self._domains = {**self._domains, **domains}
@@ -57,6 +69,7 @@ class AgentSupervisor:
         """
         with self._lock:
             self._addresses.pop(node, None)
+            self._relays.pop(node, None)
             self._gone.add(node)
             if for_good:
                 self._requested.discard(node)
@@ -117,6 +130,8 @@ class AgentSupervisor:
                 self._agents.lost(node)
             if missing and not self._ended:
                 self._start(missing)
+            if self._endpoint is not None and not self._ended:
+                self._relay(self._endpoint)
 
     def _start(self, missing: set[str]) -> None:
         began = time.monotonic()
@@ -125,6 +140,15 @@ class AgentSupervisor:
             self._addresses |= {node: address for node, address in started.items() if node not in self._gone}
         if len(started) < len(missing) and time.monotonic() - began < RETRY_SECONDS:
             time.sleep(RETRY_SECONDS)  # some agents cannot start now
+
+    def _relay(self, endpoint: Endpoint) -> None:
+        """Start a relay on each node that has an agent and no relay."""
+        missing = [node for node in self._addresses if node not in self._relays]
+        if not missing:
+            return
+        started = self._agents.relays(missing, endpoint, ANSWER_SECONDS)
+        with self._lock:
+            self._relays |= {node: address for node, address in started.items() if node in self._addresses}
 
 
 def _table(nodes: Sequence[str], addresses: Mapping[str, Address], domains: Mapping[str, str],

@@ -7,11 +7,14 @@ import hashlib
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.elastic.connection import Endpoint
+from tidewheel.elastic.node_relay import NodeRelay
 from tidewheel.elastic.nodes import NAMESPACE
 from tidewheel.elastic.process_log import LogTarget, ProcessLog
 
@@ -39,15 +42,34 @@ class AgentActor:
         from tidewheel.checkpoint.memory_tier.agent import NICENESS, Agent
 
         self._token = token
+        self._node = node
+        self._host = ray.util.get_node_ip_address()
+        self._relay: tuple[Endpoint, NodeRelay] | None = None
+        self._lock = threading.Lock()
         self._log = ProcessLog(log, "agent", node)
         os.nice(NICENESS)
         # the agent stops when it is no longer needed; Ray frees the actor's name when the process ends
-        self._agent = Agent(ray.util.get_node_ip_address(), token, run, on_stop=self._leave)
+        self._agent = Agent(self._host, token, run, on_stop=self._leave)
         logger.info("the memory agent of node %s listens at %s:%d", node, *self._agent.address)
 
     def where(self) -> tuple[tuple[str, int], str]:
         """Return the agent's address and the run's token."""
         return tuple(self._agent.address), self._token  # type: ignore[return-value]
+
+    def relay(self, endpoint: Endpoint) -> tuple[str, int]:
+        """Return where the workers of the node connect so that they share one connection to the coordinator.
+
+        Args:
+            endpoint: where the coordinator listens; a new one ends the relay to an earlier one.
+        """
+        with self._lock:
+            if self._relay is None or self._relay[0].address != endpoint.address or not self._relay[1].runs:
+                if self._relay is not None:
+                    self._relay[1].stop()
+                relay = NodeRelay(self._host, endpoint, self._node, lambda: logger.info("the relay ends"))
+                relay.start()
+                self._relay = (endpoint, relay)
+            return self._relay[1].address
 
     def close_log(self) -> None:
         """Write the last lines of the agent's log."""
@@ -95,6 +117,29 @@ class Agents:
                 self._actors[node_id] = self._start(node_id)
         self._locate([node_id for node_id in requested if node_id not in self._addresses], seconds)
         return {node_id: self._addresses[node_id] for node_id in requested if node_id in self._addresses}
+
+    def relays(self, node_ids: Iterable[str], endpoint: Endpoint,
+               seconds: float = START_SECONDS) -> dict[str, tuple[str, int]]:
+        """Return where the workers of these nodes connect, by node id, and start missing relays.
+
+        Args:
+            node_ids: nodes with an agent.
+            endpoint: where the coordinator listens.
+            seconds: leave out a node whose agent does not respond in this time.
+        """
+        import ray
+
+        answers = {node_id: self._actors[node_id].relay.remote(endpoint) for node_id in node_ids
+                   if node_id in self._actors}
+        ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds) if answers else ([], [])
+        addresses: dict[str, tuple[str, int]] = {}
+        for node_id, answer in answers.items():
+            if answer in ready:
+                try:
+                    addresses[node_id] = tuple(ray.get(answer))
+                except ray.exceptions.RayError as error:  # its workers connect directly
+                    logger.warning("node %s has no relay: %s", node_id, error)
+        return addresses
 
     def lost(self, node_id: str) -> None:
         """Forget the agent of a node: it or its node is gone. `on` starts a new one."""

@@ -49,14 +49,18 @@ class Client:
         on_closed: called in that thread when the client gives up: it could not reconnect within `reconnect_seconds`,
             no process listens at `address` any more, or the coordinator dropped this worker.
         reconnect_seconds: time limit of all attempts to reconnect.
+        relay: host and port of the node's relay, which is tried first; None without one. The coordinator is reached
+            directly once nobody listens there.
 
     Raises:
         OSError: the coordinator cannot be reached.
     """
 
     def __init__(self, address: tuple[str, int], hello: Hello, on_message: Callable[[CoordinatorMessage], None],
-                 on_closed: Callable[[], None], *, reconnect_seconds: float = RECONNECT_SECONDS) -> None:
+                 on_closed: Callable[[], None], *, reconnect_seconds: float = RECONNECT_SECONDS,
+                 relay: tuple[str, int] | None = None) -> None:
         self._address = address
+        self._relay = relay
         self._hello = hello
         self._reconnect_seconds = reconnect_seconds
         self._on_message = on_message
@@ -177,7 +181,13 @@ class Client:
         return True
 
     def _connect(self, seconds: float) -> socket.socket:
-        connection = socket.create_connection(self._address, timeout=seconds)
+        try:
+            connection = socket.create_connection(self._relay or self._address, timeout=seconds)
+        except ConnectionRefusedError:
+            if self._relay is None:
+                raise
+            self._relay = None  # it has ended; the session continues without it
+            connection = socket.create_connection(self._address, timeout=seconds)
         connection.settimeout(None)
         tune(connection)
         return connection

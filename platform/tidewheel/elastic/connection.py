@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from tidewheel.unauthenticated import HELLO_BYTES, HELLO_SECONDS
+
 M = TypeVar("M")
 
 MOST_BYTES = 1 << 20
@@ -18,6 +20,8 @@ SILENT_SECONDS = 10.0
 RECONNECT_SECONDS = 30.0
 """Time for a worker to reconnect after its connection broke. After it the worker ends, and the run continues without
 it."""
+RESET_SECONDS = 1.0
+"""The coordinator waits this long for a worker after a reset. A process that dies closes its connections instead."""
 ACKNOWLEDGED = 64
 """Messages of a worker between two acknowledgements by the coordinator."""
 
@@ -92,6 +96,20 @@ async def next_line(reader: asyncio.StreamReader, most: int, *, skip: bool = Fal
     if length > most:
         raise ValueError(f"a line of {length} bytes, more than {most}")
     return b"".join(parts)
+
+
+async def first_line(reader: asyncio.StreamReader) -> bytes:
+    """Return the first line of a connection.
+
+    Raises:
+        TimeoutError: it takes longer than `HELLO_SECONDS`.
+    """
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            return await next_line(reader, HELLO_BYTES)
+    except TimeoutError:  # this process may have stood still: then the line is there, or is being read
+        async with asyncio.timeout(HELLO_SECONDS / 10):
+            return await next_line(reader, HELLO_BYTES)
 
 
 def read_line(connection: socket.socket) -> bytes:

@@ -160,6 +160,10 @@ class Coordinator:
                                fix="the driver's machine must be able to listen at its own address")
         return Endpoint(self._server.address, self._token, self._snapshot.generation >= 0)
 
+    def relay(self, node: str) -> tuple[str, int] | None:
+        """Return where the workers of a node connect to share a connection; None if they connect directly."""
+        return self._agents.relay(node) if self._agents is not None else None
+
     # -- calls of the driver and of Ray Train's controller -----------------------------------------
     def snapshot(self) -> Snapshot:
         """Return the present state of the run."""
@@ -517,6 +521,8 @@ class Coordinator:
                 self._store = serve_store(host)
                 self._rendezvous = (host, self._store.port)
             self._server = server
+            if self._agents is not None and self._elastic.relayed:
+                self._agents.relay_to(Endpoint(server.address, self._token))
             logger.info("the coordinator listens at %s:%d", *server.address)
         except Exception as error:  # `endpoint` raises it
             self._problem = f"{type(error).__name__}: {error}"

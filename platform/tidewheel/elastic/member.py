@@ -65,10 +65,11 @@ class Member:
         spot: the node may be taken away at any time.
         device: GPUs of this process, as the node numbers them; "" on CPU.
         problem: what its test before the start found; "" if it passed.
+        relay: host and port of the node's relay; None: connect directly.
     """
 
     def __init__(self, endpoint: Endpoint, name: str, node: str, *, spot: bool = False, device: str = "",
-                 problem: str = "") -> None:
+                 problem: str = "", relay: tuple[str, int] | None = None) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         """Messages that the training thread waits for."""
         self.stop = False
@@ -87,8 +88,9 @@ class Member:
         self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clocks else None
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        logger.info("connects to the coordinator %s", f"through the relay at {relay}" if relay else "directly")
         hello = Hello(name, node, endpoint.token, spot=spot, device=device, problem=problem, clock=time.time())
-        self._client = Client(endpoint.address, hello, self._receive, end_process)
+        self._client = Client(endpoint.address, hello, self._receive, end_process, relay=relay)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def begin(self, generation: int, group: GenerationGroup) -> None:

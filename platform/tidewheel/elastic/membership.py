@@ -58,6 +58,7 @@ class Membership:
                                     limits.start)
         self._health = health or NodeHealth(NodeChecksConfig(), outbox)
         self._largest_formed = 0
+        self._awaited = ""  # a worker that had not connected when last looked for
         self._silence = Silence(self.workers, limits.heartbeat)
         self._tensor = tensor
         self.largest = max(self.sizes)
@@ -410,7 +411,7 @@ class Membership:
             spare = self._admission.spares(lambda worker: worker.available)
             judgement = self._admission.blame.judge(generation.faults, spare, now)
         if judgement is None:
-            self.charge(counted=not generation.lost)
+            self.charge(counted=not generation.lost, stepped=generation.step > 0)
         elif judgement.final:
             self._resizer.shrunk()
             self.recovery = Recovery.NONE
@@ -421,7 +422,7 @@ class Membership:
             self._health.failed(judgement.cause.node, judgement.cause.text)
             self._admission.leave_out(judgement.cause, judgement.out)
         if self.recovery is Recovery.IN_PLACE:
-            self._not_before = now + self._budget.pause
+            self._not_before = generation.began + self._budget.pause  # a generation that lasted is no quick repetition
             self._regather(now)
         elif self.recovery is not Recovery.NONE:
             self._raise_all(f"in-place recovery has failed: {self.recovery}")
@@ -430,15 +431,16 @@ class Membership:
         else:
             self._raise_all(f"the run has failed: {cause}")
 
-    def charge(self, *, counted: bool = True, in_place: bool = False) -> Recovery:
+    def charge(self, *, counted: bool = True, in_place: bool = False, stepped: bool = False) -> Recovery:
         """Note one more failure; return how to recover from it.
 
         Args:
             counted: see `FailureBudget`.
+            stepped: the generation did a step.
             in_place: a worker is left out, so recovery starts again with the first kind.
         """
         self._resizer.shrunk()
-        self.recovery = self._budget.charge(self._furthest, counted=counted)
+        self.recovery = self._budget.charge(self._furthest, counted=counted, stepped=stepped)
         if in_place and self.recovery is not Recovery.NONE:
             self.recovery = self._budget.first
         return self.recovery
@@ -510,7 +512,7 @@ class Membership:
         """Form a generation if possible."""
         if self.phase is not Phase.GATHERING:
             return
-        starting = any(not worker.connected for worker in self.workers.values())
+        starting = self._is_starting()
         if self._gathering_since is None:
             self._gathering_since = now
         if now < self._not_before:
@@ -537,6 +539,14 @@ class Membership:
             return
         previous = self._ended.members if self._ended is not None else ()
         self._form(choose(available, size, previous, self._tensor), now)
+
+    def _is_starting(self) -> bool:
+        """Return whether some worker has not connected yet. Each of thousands that connect asks."""
+        awaited = self.workers.get(self._awaited)
+        if awaited is None or awaited.connected:
+            late = (worker.name for worker in reversed(self.workers.values()) if not worker.connected)
+            self._awaited = next(late, "")
+        return bool(self._awaited)
 
     def _usable(self) -> list[Worker]:
         """Return the workers that can take a rank, without those of nodes that failed again and again."""

@@ -79,6 +79,16 @@ class Return:
 
 
 @dataclass(frozen=True)
+class NodeHello:
+    """First message of a node's relay, whose connection carries those of the node's workers (`node_messages`)."""
+
+    node: str
+    """Id of the node."""
+    token: str = field(repr=False)
+    type: Literal["node_hello"] = "node_hello"
+
+
+@dataclass(frozen=True)
 class Here:
     """Second message of a worker that returns: it has read the welcome. Its frame acknowledges what it received."""
 
@@ -278,7 +288,7 @@ class Over:
     type: Literal["over"] = "over"
 
 
-Greeting = Hello | Return
+Greeting = Hello | Return | NodeHello
 WorkerMessage = Beat | StepDone | WorkerEvent | Leaving | Left | Probed
 Order = Join | Probe | Raise | Over
 """Messages that a worker's training thread waits for."""
@@ -314,15 +324,20 @@ _FROM_COORDINATOR = TypeAdapter(FromCoordinator)
 
 def encode(frame: FromWorker | FromCoordinator) -> bytes:
     """Return a frame as one line of UTF-8 JSON. Values in free-form details that JSON does not know become strings."""
-    match frame.body:
-        case Join() as join:
-            body = _join(join)
-        case Abort() | Stop() | GoOn() | Probe() | Over() as order:  # the same for all workers of a generation
-            body = _order(order)
-        case other:
-            body = _json(vars(other))  # only a join has dataclasses inside
-    text = f'{{"body":{body},"number":{"null" if frame.number is None else frame.number},"received":{frame.received}}}'
+    number = "null" if frame.number is None else frame.number
+    text = f'{{"body":{body_text(frame.body)},"number":{number},"received":{frame.received}}}'
     return text.encode("utf-8", "replace") + b"\n"  # undecodable bytes of file names do not make a line invalid
+
+
+def body_text(body: Any) -> str:
+    """Return the JSON of a message."""
+    match body:
+        case Join() as join:
+            return _join(join)
+        case Abort() | Stop() | GoOn() | Probe() | Over() as order:  # the same for all workers of a generation
+            return _order(order)
+        case other:
+            return _json(vars(other))  # only a join has dataclasses inside
 
 
 def _join(join: Join) -> str:
@@ -347,7 +362,7 @@ def decode_from_worker(line: bytes) -> FromWorker:
     Raises:
         MessageError: the line is no frame of a worker.
     """
-    return _decoded(_FROM_WORKER, line)
+    return decoded(_FROM_WORKER, line)
 
 
 def decode_from_coordinator(line: bytes) -> FromCoordinator:
@@ -356,10 +371,19 @@ def decode_from_coordinator(line: bytes) -> FromCoordinator:
     Raises:
         MessageError: the line is no frame of a coordinator.
     """
-    return _decoded(_FROM_COORDINATOR, line)
+    return decoded(_FROM_COORDINATOR, line)
 
 
-def _decoded(adapter: TypeAdapter[T], line: bytes) -> T:
+def decoded(adapter: TypeAdapter[T], line: bytes) -> T:
+    """Return what a line of JSON holds.
+
+    Args:
+        adapter: of its type.
+        line: the JSON.
+
+    Raises:
+        MessageError: it holds something else.
+    """
     try:
         return adapter.validate_json(line)
     except ValidationError as error:

@@ -192,19 +192,22 @@ class FailureBudget:
     stuck: int = 0
     """Counted failures in a row without progress."""
     fruitless: int = 0
-    """Failures of any cause in a row without progress."""
+    """Failures of any cause in a row without progress. For a loss, any step is progress."""
     _furthest: int = -1
     _counted_at: int = -1
 
-    def charge(self, furthest_step: int, *, counted: bool = True) -> Recovery:
+    def charge(self, furthest_step: int, *, counted: bool = True, stepped: bool = False) -> Recovery:
         """Note one more failure; return what it leads to.
 
         Args:
             furthest_step: the furthest step that the run has ever done.
             counted: see the class.
+            stepped: the generation that failed did a step, perhaps one that the run had done before. After the loss of
+                a node and of its copies in memory, many steps are repeated; further losses then say nothing about them.
         """
         self.failures += 1
-        self.fruitless = 1 if furthest_step > self._furthest else self.fruitless + 1
+        progress = furthest_step > self._furthest or (stepped and not counted)
+        self.fruitless = 1 if progress else self.fruitless + 1
         self._furthest = max(self._furthest, furthest_step)
         if counted:
             self.stuck = 1 if furthest_step > self._counted_at else self.stuck + 1
@@ -219,5 +222,5 @@ class FailureBudget:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next attempt."""
+        """Least seconds between the beginnings of the last attempt and the next."""
         return self.backoff.seconds(self.fruitless - QUICK)

@@ -14,92 +14,43 @@ import asyncio
 import contextlib
 import errno
 import hmac
-import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
-from tidewheel.elastic.client import FLEETING
-from tidewheel.elastic.connection import ACKNOWLEDGED, MOST_BYTES, RECONNECT_SECONDS, DeliveryLog, next_line, tune
+from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, RESET_SECONDS, first_line, next_line, tune
 from tidewheel.elastic.messages import (
     CoordinatorMessage,
     End,
     FromCoordinator,
-    FromWorker,
     Greeting,
     Hello,
     Here,
     MessageError,
-    Received,
+    NodeHello,
     Return,
-    Welcome,
-    WorkerMessage,
     decode_from_worker,
     encode,
 )
+from tidewheel.elastic.node_connection import NodeConnection
+from tidewheel.elastic.sessions import Channel, Direct, Handler, Session, Sessions
 from tidewheel.elastic.supervision import Supervisor
-from tidewheel.unauthenticated import HELLO_BYTES, HELLO_SECONDS, MAX_CONNECTIONS, UnauthenticatedConnections
+from tidewheel.unauthenticated import HELLO_BYTES, MAX_CONNECTIONS, UnauthenticatedConnections
+
+__all__ = ["Handler", "Server"]
 
 T = TypeVar("T")
 
 RETURN_SECONDS = 10.0
 """Time limit of the exchange by which a worker continues its session."""
-RESET_SECONDS = 1.0
-"""The coordinator waits this long for a worker after a reset. A process that dies closes its connections instead."""
 CALL_SECONDS = 30.0
 LATE_SECONDS = 1.0
 """A tick that comes later than this was held up by this process itself."""
 BACKLOG = 4096
 """Connections that the kernel holds until they are accepted, if its own limit (net.core.somaxconn) allows so many."""
 _NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
-
-
-class Handler(Protocol):
-    """Receives what happens on a server's connections, one call at a time, in the server's thread."""
-
-    def opened(self, hello: Hello) -> None:
-        """Admit a worker that has shown the token."""
-
-    def received(self, name: str, message: WorkerMessage) -> None:
-        """Act on a message of a worker."""
-
-    def returned(self, name: str, seconds: float) -> None:
-        """Note that a worker has reconnected, `seconds` after its connection broke; 0 for an unnoticed break."""
-
-    def closed(self, name: str) -> None:
-        """Note that a worker's session has ended without a `Server.cut`."""
-
-    def tick(self) -> None:
-        """Act on the time; the server calls it every `tick_seconds`."""
-
-    def event(self, kind: str, detail: dict[str, Any]) -> None:
-        """Record that one of the calls above has failed."""
-
-
-@dataclass
-class Session:
-    """One worker process, through all its connections."""
-
-    name: str
-    writer: asyncio.StreamWriter | None
-    key: str = field(default_factory=lambda: secrets.token_hex(8))
-    log: DeliveryLog[CoordinatorMessage] = field(default_factory=DeliveryLog)
-    broke_at: float = 0.0
-    """When its connection broke, in monotonic seconds; 0.0 while it is connected."""
-    deadline: asyncio.TimerHandle | None = None
-    """Ends the session unless the worker returns before."""
-    unheard_since: float = 0.0
-    """Since when, in monotonic seconds, the worker has acknowledged none of the messages that it must acknowledge; 0.0
-    if there are none."""
-
-    def acknowledge(self, received: int) -> None:
-        """Forget messages that the worker has received."""
-        before = len(self.log.pending)
-        self.log.acknowledge(received)
-        if len(self.log.pending) < before:
-            self.unheard_since = time.monotonic() if self.log.pending else 0.0
 
 
 class Server:
@@ -120,8 +71,8 @@ class Server:
         self._tick_seconds = tick_seconds
         self._supervisor = Supervisor(handler.event)
         self._unauthenticated = UnauthenticatedConnections(MAX_CONNECTIONS + workers)
-        self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
+        self._sessions = Sessions(handler, self._supervisor, self._loop)
         self._ready = threading.Event()
         self._problem: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="workers' connections", daemon=True)
@@ -150,34 +101,21 @@ class Server:
 
     def send(self, name: str, message: CoordinatorMessage) -> None:
         """Send a message to a worker, now or when it has reconnected. Call it in the server's thread only."""
-        session = self._sessions.get(name)
-        if session is None:
-            return
-        if not session.log.pending:
-            session.unheard_since = time.monotonic()
-        number = session.log.add(message)
-        if session.writer is not None and not session.writer.is_closing():
-            session.writer.write(encode(FromCoordinator(message, number)))
+        self._sessions.send(name, message)
 
     def unheard(self, name: str) -> float:
-        """Return the seconds for which a connected worker has acknowledged none of the messages that wait for it.
+        """Return how long a worker has acknowledged no message, see `Sessions.unheard`.
 
-        Heartbeats carry the acknowledgements, so a worker that beats and acknowledges nothing does not hear the
-        coordinator. Call it in the server's thread only.
+        Call it in the server's thread only.
         """
-        session = self._sessions.get(name)
-        if session is None or session.writer is None or not session.unheard_since:
-            return 0.0
-        return time.monotonic() - session.unheard_since
+        return self._sessions.unheard(name)
 
     def cut(self, name: str) -> None:
         """End a worker's session: close its connection, and tell the worker to end if it returns.
 
         Call it in the server's thread only.
         """
-        session = self._sessions.pop(name, None)
-        if session is not None:
-            _disconnect(session)
+        self._sessions.cut(name)
 
     def stop(self) -> None:
         """Close all connections and end the thread."""
@@ -199,8 +137,7 @@ class Server:
         self._loop.create_task(self._tick())
         self._loop.run_forever()
         server.close()
-        for name in list(self._sessions):
-            self.cut(name)
+        self._sessions.cut_all()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -214,27 +151,30 @@ class Server:
             now = time.monotonic()
             late = now - before - self._tick_seconds
             before = now
-            if late > LATE_SECONDS:  # this process was stopped: acknowledgements wait to be read
-                for session in self._sessions.values():
-                    session.unheard_since += late if session.unheard_since else 0.0
+            if late > LATE_SECONDS:
+                self._sessions.stood_still(late)
             self._supervisor.call("tick", self._handler.tick)
 
     # -- one connection ----------------------------------------------------------------------------
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session: Session | None = None
+        channel = Direct(writer)
         grace = 0.0
         try:
             greeting = await self._greeting(reader, writer)
             if greeting is None:
                 return
             tune(writer.get_extra_info("socket"))
-            if isinstance(greeting, Return):
-                async with asyncio.timeout(RETURN_SECONDS):
-                    session = await self._resume(greeting, reader, writer)
-            else:
-                session = self._open(greeting, writer)
+            match greeting:
+                case NodeHello():
+                    await NodeConnection(writer, self._sessions, self._supervisor).serve(reader)
+                case Return():
+                    async with asyncio.timeout(RETURN_SECONDS):
+                        session = await self._resume(greeting, reader, writer, channel)
+                case Hello():
+                    session = self._sessions.open(greeting, channel)
             if session is not None:
-                await self._listen(session, reader, writer)
+                await self._listen(session, reader, channel)
         except OSError as error:
             grace = RECONNECT_SECONDS if error.errno in _NETWORK else RESET_SECONDS
         except ValueError:
@@ -243,22 +183,22 @@ class Server:
             session = None  # `stop` was called: do not report the session as closed
         finally:
             writer.transport.abort()
-            if session is not None and session.writer is writer:
-                self._broken(session, grace)
+            if session is not None and session.channel is channel:
+                self._sessions.broken(session, grace)
 
     async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Greeting | None:
         """Return the first message of a worker, without its token; None for an unauthenticated peer."""
         with self._unauthenticated.admitted(writer.transport.abort):
             try:
-                greeting = decode_from_worker(await _first_line(reader)).body
+                greeting = decode_from_worker(await first_line(reader)).body
             except (TimeoutError, ValueError):
                 return None
-            if not isinstance(greeting, Hello | Return):
+            if not isinstance(greeting, Hello | Return | NodeHello):
                 return None
             known = hmac.compare_digest(greeting.token.encode(), self._token.encode())
             return replace(greeting, token="") if known else None
 
-    async def _listen(self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _listen(self, session: Session, reader: asyncio.StreamReader, channel: Channel) -> None:
         """Pass on a worker's messages until its connection ends, or a newer connection replaces it."""
         while True:
             try:
@@ -268,105 +208,26 @@ class Server:
                 continue
             if not line:
                 return
-            if session.writer is writer:
+            if session.channel is channel:
                 self._supervisor.call("message", self._receive, session, line)
 
-    def _open(self, hello: Hello, writer: asyncio.StreamWriter) -> Session | None:
-        self.cut(hello.name)
-        session = self._sessions[hello.name] = Session(hello.name, writer)
-        writer.write(encode(FromCoordinator(Welcome(session.key))))
-        if not self._supervisor.call("hello", self._handler.opened, hello):
-            self._end(session)  # it would never be given a rank: let it end, so that a new one is started
-            return None
-        return session
-
-    async def _resume(self, greeting: Return, reader: asyncio.StreamReader,
-                      writer: asyncio.StreamWriter) -> Session | None:
-        """Continue the session that a worker names.
-
-        The session moves to this connection only after the worker has answered the welcome: a worker that gave up
-        waiting for the welcome leaves its session as it is.
-        """
-        session = self._session(greeting)
+    async def _resume(self, greeting: Return, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
+                      channel: Channel) -> Session | None:
+        """Continue the session that a worker names."""
+        session = self._sessions.find(greeting)
         if session is not None:
-            writer.write(encode(FromCoordinator(Welcome(session.key), received=session.log.received)))
+            self._sessions.welcome_back(session, channel)
             answer = decode_from_worker(await next_line(reader, HELLO_BYTES))
             if not isinstance(answer.body, Here):
                 raise MessageError("a worker that returns must answer the welcome first")
-            session = self._session(greeting)
+            session = self._sessions.find(greeting)
             if session is not None:
-                self._take_up(session, writer, answer.received)
+                self._sessions.take_up(session, channel, answer.received)
                 return session
         writer.write(encode(FromCoordinator(End())))
         await writer.drain()
         await reader.readline()  # wait until the worker hangs up: an abort could discard the message
         return None
 
-    def _session(self, greeting: Return) -> Session | None:
-        session = self._sessions.get(greeting.name)
-        if session is None or not hmac.compare_digest(session.key.encode(), greeting.session.encode()):
-            return None
-        return session
-
-    def _take_up(self, session: Session, writer: asyncio.StreamWriter, received: int) -> None:
-        seconds = time.monotonic() - session.broke_at if session.broke_at else 0.0
-        _disconnect(session)
-        session.writer = writer
-        session.broke_at = 0.0
-        session.acknowledge(received)
-        session.unheard_since = time.monotonic() if session.log.pending else 0.0
-        for number, message in session.log.pending:
-            writer.write(encode(FromCoordinator(message, number)))
-        self._supervisor.call("return", self._handler.returned, session.name, seconds)
-
     def _receive(self, session: Session, line: bytes) -> None:
-        frame: FromWorker = decode_from_worker(line)
-        message = frame.body
-        if isinstance(message, Hello | Return | Here):
-            raise MessageError(f"unexpected message {message.type!r} inside a session")
-        log = session.log
-        session.acknowledge(frame.received)
-        if not log.is_new(frame.number):
-            return
-        if log.received % ACKNOWLEDGED == 0 and not isinstance(message, FLEETING) and session.writer is not None:
-            session.writer.write(encode(FromCoordinator(Received(), received=log.received)))
-        self._handler.received(session.name, message)
-
-    def _broken(self, session: Session, grace: float) -> None:
-        """Note that the session's connection is gone; end the session unless the worker returns in `grace` seconds."""
-        _disconnect(session)
-        session.broke_at = time.monotonic()
-        if grace:
-            session.deadline = self._loop.call_later(grace, self._end, session)
-        else:
-            self._end(session)
-
-    def _end(self, session: Session) -> None:
-        if self._sessions.get(session.name) is session:
-            del self._sessions[session.name]
-            self._supervisor.call("closed", self._handler.closed, session.name)
-
-
-async def _first_line(reader: asyncio.StreamReader) -> bytes:
-    """Return the first line of a connection.
-
-    Raises:
-        TimeoutError: it takes longer than `HELLO_SECONDS`.
-    """
-    try:
-        async with asyncio.timeout(HELLO_SECONDS):
-            return await next_line(reader, HELLO_BYTES)
-    except TimeoutError:  # this process may have stood still: then the line is there, or is being read
-        async with asyncio.timeout(HELLO_SECONDS / 10):
-            return await next_line(reader, HELLO_BYTES)
-
-
-def _disconnect(session: Session) -> None:
-    """Close the session's connection, if there is one."""
-    if session.deadline is not None:
-        session.deadline.cancel()
-    writer = session.writer
-    session.writer = None
-    session.deadline = None
-    if writer is not None:
-        writer.transport.abort()
+        self._sessions.receive(session, decode_from_worker(line))

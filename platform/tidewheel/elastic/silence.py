@@ -43,14 +43,14 @@ class Silence:
         if late > 0:  # this process was stopped: messages wait to be read
             for worker in self._workers.values():
                 worker.beat += late
-        connected = [worker for worker in self._workers.values() if worker.connected]
-        newest = max((worker.beat for worker in connected), default=now)
-        return [worker for worker in connected if self._is_lost(worker, newest, generation, now)]
+        silent = [worker for worker in self._workers.values() if now - worker.beat >= self._limit and worker.connected]
+        if not silent:  # nearly always; there may be thousands of workers
+            return []
+        newest = max(worker.beat for worker in self._workers.values() if worker.connected)
+        return [worker for worker in silent if self._is_lost(worker, newest, generation, now)]
 
     def _is_lost(self, worker: Worker, newest: float, generation: Generation | None, now: float) -> bool:
         silent = now - worker.beat
-        if silent < self._limit:
-            return False
         if newest - worker.beat < self._limit / 2 and silent < max(ALL_SILENT * self._limit, RECONNECT_SECONDS):
             return False
         if generation is None or worker.name not in generation.ranks:

@@ -67,12 +67,18 @@ def run_worker(settings: dict[str, Any]) -> Any:
     answer: Any = coordinator.endpoint.remote()
     endpoint: Endpoint = ray.get(answer)
     gpus = context.get_accelerator_ids().get("GPU", [])
-    return take_part(config, endpoint, name=context.get_actor_id(), node=context.get_node_id(),
+
+    def relay() -> tuple[str, int] | None:
+        found: Any = coordinator.relay.remote(context.get_node_id())
+        return ray.get(found)  # type: ignore[no-any-return]
+
+    return take_part(config, endpoint, name=context.get_actor_id(), node=context.get_node_id(), relay=relay,
                      spot=is_spot(context.get_node_labels()), device=",".join(map(str, gpus)), beside=ray_log_folder())
 
 
 def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, spot: bool = False, device: str = "",
-              beside: Path | None = None) -> TrainResult | None:
+              beside: Path | None = None,
+              relay: Callable[[], tuple[str, int] | None] = lambda: None) -> TrainResult | None:
     """Be one of the run's workers until the run is over; return its result.
 
     Args:
@@ -83,6 +89,7 @@ def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, 
         spot: the node may be taken away at any time.
         device: GPUs of this process, as the node numbers them; "" on CPU.
         beside: Ray's log folder, for a copy of the log; None for no copy.
+        relay: returns the address of the node's relay, or None; called once the process is warm.
 
     Raises:
         RestartNeeded: Ray Train must restart its group of workers.
@@ -93,11 +100,11 @@ def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, 
 
     run = Run.open(config)
     with logging_process(config.logs, run.store, run=config.run.id, node=node[:12], capture=True, beside=beside):
-        return _take_part(run, endpoint, name=name, node=node, spot=spot, device=device)
+        return _take_part(run, endpoint, name=name, node=node, spot=spot, device=device, relay=relay)
 
 
 def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool,
-               device: str) -> TrainResult | None:
+               device: str, relay: Callable[[], tuple[str, int] | None]) -> TrainResult | None:
     from tidewheel.elastic.warm import warm_up
     from tidewheel.train.parallel.kept_base import KeptBase
     from tidewheel.train.record import read_result
@@ -105,7 +112,8 @@ def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool
     warm_up(run.config, deeply=endpoint.runs)
     kept = KeptBase()
     problem = _problem(run.config, at_start=True) if run.config.elastic.node_checks.at_start else ""
-    member = Member(endpoint, name, node, spot=spot, device=device, problem=problem)
+    member = Member(endpoint, name, node, spot=spot, device=device, problem=problem,
+                    relay=relay() if run.config.elastic.relayed else None)
     members.append(member)
     error: BaseException | None = None
     try:

@@ -230,6 +230,9 @@ class ElasticConfig(Config):
     leave_seconds: float = Field(default=5.0, gt=0)
     """Cut off a worker that does not leave a broken generation within this time, or within six times this time while
     its training thread uses the CPU. An idle machine takes far less, and a hung worker delays the others."""
+    relay_workers: int = Field(default=512, ge=0)
+    """With `max_workers` of this many and a memory tier, the workers of a node share one connection to the coordinator,
+    through the memory agent of their node. 0: each has its own, however many there are."""
     node_checks: NodeChecksConfig = NodeChecksConfig()
     """Tests that a node must pass, and what its failures in the past mean."""
     placement: PlacementConfig = PlacementConfig()
@@ -250,6 +253,11 @@ class ElasticConfig(Config):
         """Resources reserved per worker, by Ray's names."""
         gpus = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
         return {"CPU": self.cpus_per_worker, **gpus, **self.resources_per_worker}
+
+    @property
+    def relayed(self) -> bool:
+        """Whether the workers of a node share a connection."""
+        return 0 < self.relay_workers <= self.max_workers
 
     @pydantic.model_validator(mode="after")
     def _ordered(self) -> ElasticConfig:

@@ -182,9 +182,7 @@ def test_a_peer_without_the_token_is_disconnected(server: Server, handler: Handl
 
 
 def test_a_silent_peer_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, handler: Handler) -> None:
-    from tidewheel.elastic import server
-
-    monkeypatch.setattr(server, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr("tidewheel.elastic.connection.HELLO_SECONDS", 0.5)
     running = Server("127.0.0.1", TOKEN, handler)
     running.start()
     with socket.create_connection(running.address, timeout=SECONDS) as connection:
@@ -196,9 +194,8 @@ def test_a_silent_peer_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, handle
 def test_workers_are_admitted_though_the_coordinator_stood_still_meanwhile(monkeypatch: pytest.MonkeyPatch,
                                                                            handler: Handler) -> None:
     """Importing torch may hold the interpreter's lock for longer than a hello may take. It cost every worker."""
-    from tidewheel.elastic import server
-
-    monkeypatch.setattr(server, "HELLO_SECONDS", 4.0)  # long enough to begin to stand still on a busy machine
+    # long enough to begin to stand still on a busy machine
+    monkeypatch.setattr("tidewheel.elastic.connection.HELLO_SECONDS", 4.0)
     running = Server("127.0.0.1", TOKEN, handler)
     running.start()
     connections = [socket.create_connection(running.address, timeout=SECONDS) for _ in range(3)]

@@ -17,6 +17,8 @@ def test_survivors_of_deaths_and_of_a_freeze_join_again():
     finally:
         measurement.close()
     assert measurement.problems == []
-    # one abort and one join for each survivor; some of the dead were told to leave before they died
-    assert workers - 5 <= int(died["aborts"]) <= workers
-    assert int(froze["aborts"]) == workers - 6
+    # One abort for each survivor and generation. On a busy machine the dead do not die at the same moment, and a
+    # generation may begin and end in between. Some of the dead were told to leave before they died.
+    ended = int(died["ended"])
+    assert (workers - 5) * ended <= int(died["aborts"]) <= workers * ended
+    assert int(froze["aborts"]) == (workers - 6) * int(froze["ended"])

@@ -105,6 +105,30 @@ def test_a_third_loss_without_progress_is_followed_by_a_pause(world):
     assert world.members == ("d",)
 
 
+def test_losses_while_steps_are_repeated_are_not_followed_by_a_pause(world):
+    """The run had to go back to a checkpoint in storage: in a storm, pauses grew to a minute until it had caught up."""
+    world.run(100)
+    for victim in "bcd":
+        world.come(f"{victim}2")
+        world.lose(victim)
+        world.leave(*world.members)
+        assert world.members
+        world.run(2)
+
+
+def test_losses_that_are_far_apart_are_not_followed_by_a_pause(world):
+    """A try that lasted longer than the pause before the next is no quick repetition."""
+    names = {"a", "b", "c", "d"}
+    for victim in "bcd":
+        world.wait(5, *names)
+        world.come(f"{victim}2")
+        names |= {f"{victim}2"}
+        world.lose(victim)
+        names.discard(victim)
+        world.leave(*world.members)
+        assert world.members
+
+
 def test_a_member_that_does_not_leave_is_cut_off(world):
     world.lose("b")
     world.leave("a", "c")

@@ -27,6 +27,7 @@ from tidewheel.elastic.messages import (
     Left,
     MemoryPlacement,
     MessageError,
+    NodeHello,
     Over,
     Probe,
     Probed,
@@ -46,6 +47,7 @@ from tidewheel.train.history import RunHistory
 WORKER = [
     Hello("a", "node", "token"),
     Hello("a", "node", "token", spot=True, device="0,1"),
+    NodeHello("node", "token"),
     Return("a", "token", "session"),
     Here(),
     Beat(3, 7, 1.25, 2),

@@ -1,0 +1,171 @@
+"""The coordinator's end of a relay's connection, which carries the connections of a node's workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, RESET_SECONDS, next_line
+from tidewheel.elastic.messages import End, FromCoordinator, FromWorker, Hello, Here, Return
+from tidewheel.elastic.node_messages import (
+    Beats,
+    Drop,
+    FromNode,
+    Gone,
+    Groups,
+    add_order,
+    beats_of,
+    decode_from_node,
+    line_to_node,
+)
+from tidewheel.elastic.sessions import Session, Sessions
+from tidewheel.elastic.supervision import Supervisor
+
+
+class Relayed:
+    """A worker's connection through its node's relay.
+
+    Args:
+        node: the relay's connection.
+        number: of the worker's connection at the relay.
+    """
+
+    def __init__(self, node: NodeConnection, number: int) -> None:
+        self.session: Session | None = None
+        self.returning: Return | None = None
+        """What it asked for, until it has answered the welcome."""
+        self._node = node
+        self._number = number
+
+    def send(self, frame: FromCoordinator) -> None:
+        """Send a frame."""
+        self._node.send(self._number, frame)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._node.drop(self._number)
+
+
+class NodeConnection:
+    """A relay's connection. What the coordinator sends at one moment to several workers of the node is one line.
+
+    Args:
+        writer: its end here.
+        sessions: the sessions of all workers.
+        supervisor: reports errors.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, sessions: Sessions, supervisor: Supervisor) -> None:
+        self._writer = writer
+        self._sessions = sessions
+        self._supervisor = supervisor
+        self._workers: dict[int, Relayed] = {}
+        self._groups: Groups[Any] = Groups()
+        self._loop = asyncio.get_running_loop()
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Act on the relay's lines until its connection ends.
+
+        Then the workers have a second to return, directly or through a new relay, or as long as any worker if the
+        network failed.
+        """
+        grace = RESET_SECONDS
+        try:
+            while await self._next(reader):
+                pass
+        except OSError as error:
+            if not isinstance(error, ConnectionError):
+                grace = RECONNECT_SECONDS
+        except asyncio.CancelledError:
+            self._workers.clear()  # the server stops: report nothing as closed
+        workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            self._break(worker, grace)
+
+    def send(self, number: int, frame: FromCoordinator) -> None:
+        """Send a frame to the worker with this number."""
+        if number in self._workers:
+            self._flush_soon()
+            add_order(self._groups, number, frame)
+
+    def drop(self, number: int) -> None:
+        """Close the connection of a worker."""
+        if self._workers.pop(number, None) is not None:
+            self._flush_soon()
+            self._groups.add(Drop, Drop(), number, None, 0)
+
+    def _flush_soon(self) -> None:
+        if not self._groups:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        groups = self._groups.take()
+        if not self._writer.is_closing():
+            self._writer.write(b"".join(map(line_to_node, groups)))
+
+    async def _next(self, reader: asyncio.StreamReader) -> bool:
+        """Act on the next line; return False at the end of the connection."""
+        try:
+            text = await next_line(reader, MOST_BYTES, skip=True)
+        except ValueError as error:
+            self._supervisor.failed("message", error)
+            return True
+        if text:
+            self._supervisor.call("message", self._receive, text)
+        return bool(text)
+
+    def _receive(self, text: bytes) -> None:
+        frame: FromNode = decode_from_node(text)
+        match frame.body:
+            case Beats(rows):
+                for row in rows:
+                    self._pass_on(row[0], FromWorker(beats_of(row), None, row[1]))
+            case Hello() as hello:
+                for number, _, _ in frame.workers:
+                    self._workers[number] = worker = Relayed(self, number)
+                    worker.session = self._sessions.open(hello, worker)
+                    if worker.session is None:
+                        self.drop(number)
+            case Return() as greeting:
+                for number, _, _ in frame.workers:
+                    self._workers[number] = Relayed(self, number)
+                    self._return(self._workers[number], greeting)
+            case Here():
+                for number, _, received in frame.workers:
+                    self._take_up(number, received)
+            case Gone():
+                for number, _, _ in frame.workers:
+                    if (gone := self._workers.pop(number, None)) is not None:
+                        self._break(gone, 0.0)
+            case message:
+                for number, sequence, received in frame.workers:
+                    self._pass_on(number, FromWorker(message, sequence, received))
+
+    def _pass_on(self, number: int, frame: FromWorker) -> None:
+        worker = self._workers.get(number)
+        if worker is not None and worker.session is not None and worker.session.channel is worker:
+            self._supervisor.call("message", self._sessions.receive, worker.session, frame)
+
+    def _return(self, worker: Relayed, greeting: Return) -> None:
+        session = self._sessions.find(greeting)
+        if session is None:
+            worker.send(FromCoordinator(End()))
+            return
+        worker.returning = greeting
+        self._sessions.welcome_back(session, worker)
+
+    def _take_up(self, number: int, received: int) -> None:
+        worker = self._workers.get(number)
+        if worker is None or worker.returning is None:
+            return
+        worker.session = self._sessions.find(worker.returning)
+        worker.returning = None
+        if worker.session is None:
+            worker.send(FromCoordinator(End()))
+        else:
+            self._sessions.take_up(worker.session, worker, received)
+
+    def _break(self, worker: Relayed, grace: float) -> None:
+        session = worker.session
+        if session is not None and session.channel is worker:
+            self._sessions.broken(session, grace)

@@ -1,0 +1,288 @@
+"""A node's relay: the node's workers connect to it, and it has one connection to the coordinator for all of them.
+
+So the coordinator has a connection, a line of heartbeats and an order to abort for each node instead of each worker.
+The relay decides nothing and keeps nothing: sessions are between worker and coordinator. If it ends, the workers lose
+their connections and return to the coordinator directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from tidewheel.elastic.client import REFUSED_SECONDS, RETRY_SECONDS
+from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, Endpoint, first_line, next_line, tune
+from tidewheel.elastic.messages import (
+    BEAT_SECONDS,
+    FromWorker,
+    Hello,
+    NodeHello,
+    Return,
+    body_text,
+    decode_from_worker,
+    encode,
+)
+from tidewheel.elastic.node_messages import Beats, Gone, Groups, for_worker, line, split
+from tidewheel.unauthenticated import HELLO_BYTES, UnauthenticatedConnections
+
+logger = logging.getLogger(__name__)
+
+GATHER_SECONDS = 0.001
+"""Lines of workers wait this long for others with the same body."""
+BACKLOG = 256
+
+
+class Uplink:
+    """What the workers of a node send, on its way to the coordinator.
+
+    Args:
+        write: sends bytes.
+    """
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self.beat_seconds = BEAT_SECONDS
+        self._write = write
+        self._groups: Groups[str] = Groups()
+        self._beats: dict[int, tuple[int, int, int, int, float, int]] = {}
+
+    def add(self, worker: int, text: bytes) -> None:
+        """Take a line of a worker. A heartbeat waits for the next line of heartbeats, and replaces an earlier one.
+
+        Args:
+            worker: number of its connection.
+            text: the line.
+
+        Raises:
+            ValueError: it is not a frame.
+        """
+        body, frame = split(text)
+        values = frame["body"]
+        received = int(frame.get("received", 0))
+        if values.get("type") == "beat":
+            self._beats[worker] = (worker, received, int(values["generation"]), int(values["step"]),
+                                   float(values.get("work", 0.0)), int(values.get("aborts", -1)))
+        else:
+            self.put(worker, body, frame.get("number"), received)
+
+    def put(self, worker: int, body: str, number: int | None, received: int) -> None:
+        """Take a frame of a worker.
+
+        Args:
+            worker: number of its connection.
+            body: the body as JSON.
+            number: sequence number.
+            received: acknowledgement.
+        """
+        if not self._groups:
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self.flush)
+        self._groups.add(body, body, worker, number, received)
+
+    def flush(self) -> None:
+        """Send all frames but heartbeats."""
+        groups = self._groups.take()
+        if groups:
+            self._write(b"".join(line(group.body, group.workers) for group in groups))
+
+    def send_beats(self) -> None:
+        """Send the heartbeats since the last call."""
+        if self._beats:
+            rows = tuple(self._beats.values())
+            self._beats = {}
+            self._write(line(body_text(Beats(rows)), []))
+
+    def forget(self, worker: int) -> None:
+        """Drop the heartbeat of a worker that is gone."""
+        self._beats.pop(worker, None)
+
+
+class NodeRelay:
+    """The relay of one node, in a thread of its own.
+
+    Args:
+        host: address of the node, at which its workers connect.
+        endpoint: where the coordinator listens.
+        node: id of the node.
+        on_closed: called in the relay's thread when it ends by itself: the coordinator is gone, or could not be
+            reached for `connection.RECONNECT_SECONDS`. Then the workers find nobody at its address.
+    """
+
+    def __init__(self, host: str, endpoint: Endpoint, node: str, on_closed: Callable[[], None]) -> None:
+        self.address: tuple[str, int] = (host, 0)
+        """Where the workers connect."""
+        self._endpoint = endpoint
+        self._node = node
+        self._on_closed = on_closed
+        self._loop = asyncio.new_event_loop()
+        self._numbers = itertools.count()
+        self._workers: dict[int, asyncio.StreamWriter] = {}
+        self._unauthenticated = UnauthenticatedConnections()
+        self._coordinator: asyncio.StreamWriter | None = None
+        self._connected = asyncio.Event()
+        self._uplink = Uplink(self._write)
+        self._ready = threading.Event()
+        self._problem: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+
+    def start(self) -> None:
+        """Listen, set `address`, and connect to the coordinator.
+
+        Raises:
+            OSError: the address is not this node's.
+        """
+        self._thread.start()
+        self._ready.wait()
+        if self._problem is not None:
+            raise self._problem
+
+    @property
+    def runs(self) -> bool:
+        """Whether workers can connect."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Close all connections and end the thread."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            server = self._loop.run_until_complete(
+                asyncio.start_server(self._serve, self.address[0], 0, limit=HELLO_BYTES, backlog=BACKLOG))
+            self.address = (self.address[0], server.sockets[0].getsockname()[1])
+        except OSError as error:
+            self._problem = error
+            return
+        finally:
+            self._ready.set()
+        connecting = self._loop.create_task(self._stay_connected())
+        connecting.add_done_callback(lambda _: self._loop.stop())
+        beating = self._loop.create_task(self._beat())
+        self._loop.run_forever()
+        ended_itself = connecting.done()
+        server.close()
+        self._drop_all()
+        for task in (*asyncio.all_tasks(self._loop), beating):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
+        self._loop.close()
+        if ended_itself:
+            self._on_closed()
+
+    # -- the coordinator ---------------------------------------------------------------------------
+    async def _stay_connected(self) -> None:
+        """Keep a connection to the coordinator; return when that is hopeless."""
+        answered = broke = time.monotonic()
+        pause = 0.05
+        while time.monotonic() - broke < RECONNECT_SECONDS and time.monotonic() - answered < REFUSED_SECONDS:
+            try:
+                async with asyncio.timeout(RETRY_SECONDS):
+                    reader, writer = await asyncio.open_connection(*self._endpoint.address, limit=HELLO_BYTES)
+            except (OSError, TimeoutError) as error:
+                if not isinstance(error, ConnectionRefusedError):
+                    answered = time.monotonic()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_SECONDS / 2)
+                continue
+            with contextlib.suppress(OSError):
+                await self._listen(reader, writer)
+            writer.transport.abort()
+            self._coordinator = None
+            self._connected.clear()
+            self._drop_all()  # they return when the relay is connected again
+            answered = broke = time.monotonic()
+            pause = 0.05
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tune(writer.get_extra_info("socket"))
+        hello = NodeHello(self._node, self._endpoint.token)
+        writer.write(encode(FromWorker(hello)))
+        self._coordinator = writer
+        self._connected.set()
+        while text := await next_line(reader, MOST_BYTES):
+            try:
+                self._distribute(text)
+            except (ValueError, TypeError, KeyError, IndexError):
+                logger.exception("a line of the coordinator was ignored")
+
+    def _distribute(self, text: bytes) -> None:
+        """Pass on a line of the coordinator to the workers that it is for."""
+        body, values = split(text)
+        ranks = values.get("ranks") or ()
+        if values["body"].get("type") == "join":
+            self._uplink.beat_seconds = float(values["body"]["beat_seconds"])
+        for index, (worker, number, received) in enumerate(values["workers"]):
+            writer = self._workers.get(worker)
+            if writer is None:
+                continue
+            if values["body"].get("type") == "drop":
+                writer.transport.abort()
+            else:
+                writer.write(for_worker(body, ranks[index] if ranks else None, number, received))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._uplink.beat_seconds)
+            self._uplink.send_beats()
+
+    def _write(self, data: bytes) -> None:
+        if self._coordinator is not None and not self._coordinator.is_closing():
+            self._coordinator.write(data)
+
+    # -- the workers -------------------------------------------------------------------------------
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker = -1
+        try:
+            greeting = await self._greeting(reader, writer)
+            if greeting is None:
+                return
+            tune(writer.get_extra_info("socket"))
+            await self._connected.wait()
+            worker = next(self._numbers)
+            self._workers[worker] = writer
+            self._uplink.put(worker, body_text(greeting), None, 0)
+            while await self._next(worker, reader):
+                pass
+        except OSError as error:
+            logger.info("the connection of a worker broke: %s", error)
+        finally:
+            writer.transport.abort()
+            if self._workers.pop(worker, None) is not None:
+                self._uplink.forget(worker)
+                self._uplink.put(worker, body_text(Gone()), None, 0)
+
+    async def _next(self, worker: int, reader: asyncio.StreamReader) -> bool:
+        """Take the next line of a worker; return False at the end of its connection."""
+        try:
+            text = await next_line(reader, MOST_BYTES, skip=True)
+            if text:
+                self._uplink.add(worker, text)
+            return bool(text)
+        except (ValueError, TypeError, KeyError):  # keep reading: the worker's other messages count
+            logger.exception("a line of a worker was ignored")
+            return True
+
+    async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello | Return | None:
+        """Return the first message of a worker, without its token for `Hello`; None for an unauthenticated peer."""
+        with self._unauthenticated.admitted(writer.transport.abort):
+            try:
+                greeting = decode_from_worker(await first_line(reader)).body
+            except (TimeoutError, ValueError):
+                return None
+        if not isinstance(greeting, Hello | Return):
+            return None
+        known = hmac.compare_digest(greeting.token.encode(), self._endpoint.token.encode())
+        return replace(greeting, token="") if known else None
+
+    def _drop_all(self) -> None:
+        workers, self._workers = self._workers, {}
+        for writer in workers.values():
+            writer.transport.abort()

@@ -1,0 +1,251 @@
+"""The relay of a node between its workers and the coordinator."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.elastic.network import network
+from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.elastic.client import Client
+from tidewheel.elastic.connection import Endpoint
+from tidewheel.elastic.messages import (
+    Abort,
+    AgentTable,
+    Beat,
+    CoordinatorMessage,
+    FromCoordinator,
+    Hello,
+    Join,
+    MemoryPlacement,
+    Raise,
+    Stop,
+    WorkerEvent,
+    WorkerMessage,
+    encode,
+)
+from tidewheel.elastic.node_messages import Groups, add_order, for_worker, line_to_node, split
+from tidewheel.elastic.node_relay import NodeRelay
+from tidewheel.elastic.server import Server
+from tidewheel.train.history import RunHistory
+
+TOKEN = "secret"
+TABLE = MemoryPlacement(AgentTable((Address("h0", 1), Address("h1", 2)), {"rack": (0, 1)}, "t"), ((0, 2, 4),))
+
+
+class Handler:
+    """A recorder of the calls that a server makes to its handler."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.values: dict[str, list[int]] = {}
+        self.beats: dict[str, Beat] = {}
+
+    def opened(self, hello: Hello) -> None:
+        self.calls.append(("opened", hello.name))
+
+    def received(self, name: str, message: WorkerMessage) -> None:
+        if isinstance(message, WorkerEvent):
+            self.values.setdefault(name, []).append(message.detail["value"])
+        elif isinstance(message, Beat):
+            self.beats[name] = message
+
+    def returned(self, name: str, seconds: float) -> None:
+        self.calls.append(("returned", name))
+
+    def closed(self, name: str) -> None:
+        self.calls.append(("closed", name))
+
+    def tick(self) -> None:
+        return
+
+    def event(self, kind: str, detail: dict[str, Any]) -> None:
+        self.calls.append((kind, detail["error"]))
+
+
+class Worker:
+    """A client that records the messages that it receives."""
+
+    def __init__(self, server: Server, relay: NodeRelay, name: str, token: str = TOKEN) -> None:
+        self.received: list[CoordinatorMessage] = []
+        self.ended = threading.Event()
+        self.client = Client(server.address, Hello(name, "n", token), self.received.append, self.ended.set,
+                             relay=relay.address)
+
+    def say(self, value: int) -> None:
+        self.client.send(WorkerEvent("said", {"value": value}, 0.0))
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def handler() -> Handler:
+    return Handler()
+
+
+@pytest.fixture
+def server(handler: Handler) -> Iterator[Server]:
+    running = Server("127.0.0.1", TOKEN, handler)
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def relay(server: Server) -> Iterator[NodeRelay]:
+    running = NodeRelay("127.0.0.1", Endpoint(server.address, TOKEN), "n", lambda: None)
+    running.start()
+    yield running
+    running.stop()
+
+
+def send(server: Server, names: str, message: CoordinatorMessage) -> None:
+    def all_at_once() -> None:
+        for name in names:
+            server.send(name, message)
+
+    server.call(all_at_once)
+
+
+def test_workers_and_coordinator_exchange_messages_through_the_relay(server: Server, relay: NodeRelay,
+                                                                     handler: Handler) -> None:
+    workers = [Worker(server, relay, name) for name in "ab"]
+    until(lambda: len(handler.calls) == 2)
+    orders = [Abort(1), Stop(2, save=True), Raise("over"), Join(3, 1, 2, ("h", 1), TABLE, RunHistory())]
+    for order in orders:
+        send(server, "ab", order)
+    for worker in workers:
+        worker.say(1)
+        worker.say(2)
+        worker.client.send(Beat(3, 7, 1.5, 1))
+    until(lambda: all(len(worker.received) == len(orders) for worker in workers))
+    until(lambda: handler.values == {"a": [1, 2], "b": [1, 2]} and handler.beats == {name: Beat(3, 7, 1.5, 1)
+                                                                                     for name in "ab"})
+    assert [worker.received for worker in workers] == [orders, orders]
+    assert sorted(handler.calls) == [("opened", "a"), ("opened", "b")]
+    for worker in workers:
+        worker.client.close()
+    until(lambda: sorted(handler.calls)[:2] == [("closed", "a"), ("closed", "b")])
+
+
+def test_a_worker_that_is_cut_off_ends_and_its_neighbour_does_not(server: Server, relay: NodeRelay,
+                                                                  handler: Handler) -> None:
+    workers = {name: Worker(server, relay, name) for name in "ab"}
+    until(lambda: all(worker.client.welcomed for worker in workers.values()))
+    server.call(lambda: server.cut("a"))
+    assert workers["a"].ended.wait(60)
+    workers["b"].say(1)
+    until(lambda: handler.values == {"b": [1]})
+    assert ("closed", "b") not in handler.calls
+
+
+def test_workers_continue_their_sessions_without_the_relay(server: Server, relay: NodeRelay, handler: Handler) -> None:
+    workers = {name: Worker(server, relay, name) for name in "ab"}
+    until(lambda: all(worker.client.welcomed for worker in workers.values()))
+    workers["a"].say(1)
+    relay.stop()
+    send(server, "ab", Abort(5))
+    workers["a"].say(2)
+    until(lambda: [call for call in sorted(handler.calls) if call[0] == "returned"] == [
+        ("returned", "a"), ("returned", "b")])
+    until(lambda: handler.values == {"a": [1, 2]} and all(w.received == [Abort(5)] for w in workers.values()))
+    assert not any(worker.ended.is_set() for worker in workers.values())
+
+
+def test_messages_arrive_once_although_the_relays_connection_is_reset(server: Server, handler: Handler) -> None:
+    rng = random.Random(1)
+    with network(server.address) as between:
+        relay = NodeRelay("127.0.0.1", Endpoint(between.address, TOKEN), "n", lambda: None)
+        relay.start()
+        workers = {name: Worker(server, relay, name) for name in "abc"}
+        until(lambda: all(worker.client.welcomed for worker in workers.values()))
+        for value in range(60):
+            for worker in workers.values():
+                worker.say(value)
+            send(server, "abc", Abort(value))
+            if value % 20 == 10:
+                between.reset()
+                until(lambda: all(worker.client.connected.is_set() for worker in workers.values()))
+            time.sleep(rng.uniform(0, 0.004))
+        until(lambda: handler.values == {name: list(range(60)) for name in "abc"})
+        until(lambda: all(len(worker.received) == 60 for worker in workers.values()))
+        assert all(worker.received == [Abort(value) for value in range(60)] for worker in workers.values())
+        assert not any(kind == "closed" for kind, _ in handler.calls)
+        for worker in workers.values():
+            worker.client.close()
+        relay.stop()
+
+
+def test_a_relay_ends_with_its_coordinator_and_so_do_its_workers(monkeypatch: pytest.MonkeyPatch,
+                                                                 handler: Handler) -> None:
+    monkeypatch.setattr("tidewheel.elastic.node_relay.REFUSED_SECONDS", 0.3)
+    monkeypatch.setattr("tidewheel.elastic.client.REFUSED_SECONDS", 0.3)
+    server = Server("127.0.0.1", TOKEN, handler)
+    server.start()
+    ended = threading.Event()
+    relay = NodeRelay("127.0.0.1", Endpoint(server.address, TOKEN), "n", ended.set)
+    relay.start()
+    worker = Worker(server, relay, "a")
+    until(lambda: worker.client.welcomed)
+    server.stop()
+    assert ended.wait(60)
+    assert worker.ended.wait(60)
+
+
+def test_a_peer_without_the_token_gets_no_session(server: Server, relay: NodeRelay, handler: Handler) -> None:
+    worker = Worker(server, relay, "a", token="guess")
+    assert worker.ended.wait(60)
+    wrong = NodeRelay("127.0.0.1", Endpoint(server.address, "guess"), "n", lambda: None)
+    wrong.start()
+    other = Worker(server, wrong, "b", token="guess")
+    assert other.ended.wait(60)
+    wrong.stop()
+    assert handler.calls == []
+
+
+def test_frames_of_a_line_are_those_that_a_worker_gets_directly():
+    orders: list[CoordinatorMessage] = [Abort(4), Stop(4, save=True), Raise('"workers":[1]'),
+                                        *(Join(9, rank, 3, ("h", 1), TABLE, RunHistory()) for rank in range(3))]
+    groups: Groups[Any] = Groups()
+    sent: dict[int, list[bytes]] = {}
+    for number, order in enumerate(orders):
+        for worker in range(2):
+            frame = FromCoordinator(order, number, worker)
+            add_order(groups, worker, frame)
+            sent.setdefault(worker, []).append(encode(frame))
+    got: dict[int, list[bytes]] = {}
+    lines = [line_to_node(group) for group in groups.take()]
+    for line in lines:
+        body, values = split(line)
+        for index, (worker, number, received) in enumerate(values["workers"]):
+            rank = values["ranks"][index] if values["ranks"] else None
+            got.setdefault(worker, []).append(for_worker(body, rank, number, received))
+    assert got == sent
+    assert len(lines) == len(orders)  # one for both workers
+
+
+def test_order_of_each_worker_is_kept():
+    rng = random.Random(2)
+    for _ in range(200):
+        groups: Groups[str] = Groups()
+        sent: dict[int, list[tuple[str, int]]] = {}
+        for number in range(rng.randrange(1, 30)):
+            worker, body = rng.randrange(4), rng.choice("xyz")
+            groups.add(body, body, worker, number, 0)
+            sent.setdefault(worker, []).append((body, number))
+        got: dict[int, list[tuple[str, int]]] = {}
+        for group in groups.take():
+            for worker, sequence, _ in group.workers:
+                assert sequence is not None
+                got.setdefault(worker, []).append((group.body, sequence))
+        assert got == sent

@@ -1,0 +1,82 @@
+"""A coordinator whose workers connect through the relays of their nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from tests.agent_addresses import AgentAddresses
+from tidewheel.elastic.agent_supervisor import AgentSupervisor
+from tidewheel.elastic.client import Client
+from tidewheel.elastic.connection import Endpoint
+from tidewheel.elastic.coordinator import Coordinator
+from tidewheel.elastic.messages import Abort, ExitReason, Hello, Left
+from tidewheel.elastic.node_relay import NodeRelay
+from tidewheel.ownership import acquire
+from tidewheel.storage import store
+from tidewheel.train.config import ElasticConfig
+
+
+class AgentsWithRelays(AgentAddresses):
+    """Agents that are addresses, with relays that are real."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, NodeRelay] = {}
+
+    def relays(self, nodes: Iterable[str], endpoint: Endpoint, seconds: float) -> dict[str, tuple[str, int]]:
+        for node in nodes:
+            self.running[node] = NodeRelay("127.0.0.1", endpoint, node, lambda: None)
+            self.running[node].start()
+        return {node: self.running[node].address for node in nodes}
+
+
+def relayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, AgentsWithRelays]:
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)
+    config = ElasticConfig(max_workers=4, relay_workers=4)
+    coordinator = Coordinator(str(tmp_path), config, (1, 2, 3, 4), epoch=acquire(store(tmp_path)).epoch)
+    agents = AgentsWithRelays()
+    coordinator._agents = AgentSupervisor(agents)
+    coordinator.start("127.0.0.1")
+    return coordinator, agents
+
+
+def test_a_death_and_the_loss_of_a_relay_in_a_run_with_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator, agents = relayed(tmp_path, monkeypatch)
+    nodes = {"a": "m", "b": "m", "c": "n", "d": "n"}
+    coordinator.expect(nodes, True)
+    endpoint = coordinator.endpoint()
+    end = time.monotonic() + 60
+    while not all(coordinator.relay(node) for node in "mn"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    received: dict[str, SimpleQueue[Any]] = {name: SimpleQueue() for name in nodes}
+    clients = {name: Client(endpoint.address, Hello(name, node, endpoint.token), received[name].put, print,
+                            relay=coordinator.relay(node)) for name, node in nodes.items()}
+    assert {received[name].get(timeout=60).rank for name in nodes} == {0, 1, 2, 3}
+    clients["b"].close()
+    for name in "acd":
+        assert received[name].get(timeout=60) == Abort(0)
+        clients[name].send(Left(0, ExitReason.FAILED, "RuntimeError: connection closed by peer"))
+    again = {name: received[name].get(timeout=60) for name in "acd"}
+    assert {(order.rank, order.world_size) for order in again.values()} == {(0, 3), (1, 3), (2, 3)}
+    agents.running["n"].stop()  # c and d return directly, and keep their ranks
+    clients["a"].close()
+    for name in "cd":
+        assert received[name].get(timeout=60) == Abort(1)
+        clients[name].send(Left(1, ExitReason.FAILED, "RuntimeError: connection closed by peer"))
+    assert [received[name].get(timeout=60).world_size for name in "cd"] == [2, 2]
+    for client in clients.values():
+        client.close()
+    agents.running["m"].stop()
+    coordinator.end()
+
+
+def test_a_run_of_few_workers_has_no_relays() -> None:
+    assert not ElasticConfig(max_workers=511).relayed
+    assert ElasticConfig(max_workers=512).relayed
+    assert not ElasticConfig(max_workers=16_384, relay_workers=0).relayed
