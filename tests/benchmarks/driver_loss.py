@@ -251,8 +251,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="tw-driver-") as name:
             outcomes.append(measure(Path(name), case, given.step_seconds))
         print(f"{outcomes[-1]}", file=sys.stderr, flush=True)
-    print_table([{"case": one.case, "new coordinator, s": f"{one.owner:.1f}", "next step, s": f"{one.next_step:.1f}",
-                  "steps again": one.again, "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes], title="the driver's end")
+    rows = [{"case": one.case, "new coordinator, s": f"{one.owner:.1f}", "next step, s": f"{one.next_step:.1f}",
+             "steps again": one.again, "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes]
+    print_table(rows, title="the driver's end")
     if given.json:
         Path(given.json).write_text(json.dumps([vars(one) for one in outcomes]))
     problems = [f"{one.case}: {problem}" for one in outcomes for problem in one.problems]
