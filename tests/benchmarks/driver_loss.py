@@ -155,14 +155,16 @@ class Case:
         return process.pid
 
     def _beside(self, *titles: str) -> list[int]:
-        """Return the process ids of actors on the driver's node."""
-        pids = []
-        for process in psutil.process_iter(["cmdline", "environ"]):
-            title = " ".join(process.info["cmdline"] or [])
-            ours = (process.info["environ"] or {}).get("CHAOS_HURRY") == str(self._world.folder / "hurry")
-            if ours and title.startswith(titles):
-                pids.append(process.pid)
-        return pids
+        """Return the process ids of the cluster's actors with these titles, one each."""
+        supervisor = self._world.cluster._supervisor
+        assert supervisor is not None
+        found = []
+        for process in psutil.Process(supervisor.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if " ".join(process.cmdline()).startswith(titles):
+                    found.append(process.pid)
+        assert len(found) == len(titles), f"{len(found)} processes of {titles}"
+        return found
 
     def _start_second(self, **environment: str) -> None:
         world = self._world
@@ -251,7 +253,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="tw-driver-") as name:
             outcomes.append(measure(Path(name), case, given.step_seconds))
         print(f"{outcomes[-1]}", file=sys.stderr, flush=True)
-    print_table([{"case": one.case, "new coordinator, s": f"{one.owner:.1f}", "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
+    print_table([{"case": one.case, "new coordinator, s": f"{one.owner:.1f}",
+                  "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
                   "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes], title="the driver's end")
     if given.json:
         Path(given.json).write_text(json.dumps([vars(one) for one in outcomes]))
