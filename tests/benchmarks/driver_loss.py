@@ -6,11 +6,8 @@ Two workers train on a `LocalCluster`; the driver's process is apart from them, 
 it.
 
 - killed: SIGKILL to the driver. A second one is started at once.
-- coordinator killed: SIGKILL to the coordinator. The driver must end by itself, and is started again.
 - frozen: SIGSTOP to the driver alone. Training must go on; then the driver wakes up.
 - frozen, taken over: SIGSTOP to the driver alone; a second one is started with --take-over.
-- host frozen: SIGSTOP to the driver, the coordinator and Ray Train's controller, as if their machine stood still. A
-  second driver is started at once, without --take-over, and finds that nobody owns the run any more.
 
 `new coordinator` is the time from the signal until the new driver's coordinator has begun, which includes the start of
 the driver's process; `next step` that to the first step that the run had not done before, by the workers' own records;
@@ -33,8 +30,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from tests.chaos.world import REPOSITORY, World, disturbed_run, prepare, settings
 from tidewheel import jsonlog
@@ -99,8 +94,7 @@ class Case:
         """Disturb the run, let it finish, and return the cost."""
         world = self._world
         self._until(lambda: world.step >= AT_STEP and has_checkpoints(world), "the run did not start")
-        actions = {"killed": self._kill, "coordinator killed": self._kill_coordinator, "frozen": self._freeze,
-                   "frozen, taken over": self._freeze_and_take_over, "host frozen": self._freeze_host}
+        actions = {"killed": self._kill, "frozen": self._freeze, "frozen, taken over": self._freeze_and_take_over}
         actions[self._outcome.case]()
         (world.folder / "hurry").touch()
         self._until(lambda: world.finished, "the run did not finish")
@@ -117,12 +111,6 @@ class Case:
         self._world.kill_driver()  # `World.supervise` starts the next one half a second later
         self._measure(at, before)
 
-    def _kill_coordinator(self) -> None:
-        [pid] = self._beside("ray::Coordinator")
-        at, before = time.time(), newest(self._world)
-        os.kill(pid, signal.SIGKILL)
-        self._measure(at, before)
-
     def _freeze(self) -> None:
         pid = self._driver()
         at, before = time.time(), newest(self._world)
@@ -137,32 +125,13 @@ class Case:
         os.kill(pid, signal.SIGSTOP)
         self._start_second(CHAOS_TAKE_OVER="1")
         self._measure(at, before)
-        self._wake_up([pid])
-
-    def _freeze_host(self) -> None:
-        stopped = [self._driver(), *self._beside("ray::Coordinator", "ray::ElasticController")]
-        at, before = time.time(), newest(self._world)
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        self._start_second()
-        self._measure(at, before)
-        self._wake_up(stopped)
+        self._wake_up(pid)
 
     def _driver(self) -> int:
         process = self._world._process
         assert process is not None
         self._world.closing = True  # the second driver is started here, not by `World.supervise`
         return process.pid
-
-    def _beside(self, *titles: str) -> list[int]:
-        """Return the process ids of actors on the driver's node."""
-        pids = []
-        for process in psutil.process_iter(["cmdline", "environ"]):
-            title = " ".join(process.info["cmdline"] or [])
-            ours = (process.info["environ"] or {}).get("CHAOS_HURRY") == str(self._world.folder / "hurry")
-            if ours and title.startswith(titles):
-                pids.append(process.pid)
-        return pids
 
     def _start_second(self, **environment: str) -> None:
         world = self._world
@@ -172,12 +141,11 @@ class Case:
                  world.cluster.address], env={**world.environment, **environment}, cwd=REPOSITORY,
                 stdout=subprocess.DEVNULL, stderr=errors)
 
-    def _wake_up(self, pids: list[int]) -> None:
+    def _wake_up(self, pid: int) -> None:
         """Let the old driver continue. It must end, and commit nothing."""
         epoch = newest(self._world).epoch
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
         self._until(lambda: self._world.drivers[0].code is not None, "the old driver did not end")
         if newest(self._world).epoch != epoch:
             self._outcome.problems.append("the old driver has taken the run back")
@@ -221,7 +189,7 @@ class Case:
             time.sleep(0.05)
 
 
-CASES = ("killed", "coordinator killed", "frozen", "frozen, taken over", "host frozen")
+CASES = ("killed", "frozen", "frozen, taken over")
 
 
 def measure(folder: Path, case: str, step_seconds: float) -> Outcome:
@@ -251,9 +219,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="tw-driver-") as name:
             outcomes.append(measure(Path(name), case, given.step_seconds))
         print(f"{outcomes[-1]}", file=sys.stderr, flush=True)
-    rows = [{"case": one.case, "new coordinator, s": f"{one.owner:.1f}", "next step, s": f"{one.next_step:.1f}",
-             "steps again": one.again, "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes]
-    print_table(rows, title="the driver's end")
+    print_table([{"case": one.case, "new coordinator, s": f"{one.owner:.1f}",
+                  "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
+                  "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes], title="the driver's end")
     if given.json:
         Path(given.json).write_text(json.dumps([vars(one) for one in outcomes]))
     problems = [f"{one.case}: {problem}" for one in outcomes for problem in one.problems]
