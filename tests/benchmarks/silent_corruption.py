@@ -8,11 +8,13 @@ micro-batches, activations and data. `--flips` are shared out over the five plac
 the steps.
 
 A flip in weights or optimizer state is waited for until the next check. If all copies agree by then, and no weight
-differed meanwhile, it has done no harm: `gone`. A flip in a gradient, an activation or a batch lasts for one step, and
-is found in that step or never; it is gone if the step was checked and no bit of any gradient differed. So the table
-also has cores that flip a bit in every step. After each finding the state goes back to the last one known good.
+differed meanwhile, it has done no harm: `gone`. If weights differed and agree again, because the rounding of an update
+took the difference away, it has `healed`: its traces are in all copies alike, and nothing can find it. A flip in a
+gradient, an activation or a batch lasts for one step, and is found in that step or never; it is gone if the step was
+checked and no bit of any gradient differed. So the table also has cores that flip a bit in every step. After each
+finding the state goes back to the last one known good.
 
-The exit code is 1 if a flip of the state that changed a weight is missed, if a finding names another rank, if a clean
+The exit code is 1 if a check passes over copies that differ, if a finding names another rank, if a clean
 step raises an alarm, or if the checks cost more than 2 % of the processor time at `--share`.
 """
 
@@ -63,8 +65,10 @@ def flips_of_state(rig: Rig, place: str, count: int, share: float) -> list[dict[
         while error is None and not rig.checked:
             touched = touched or (place == "optimizer" and weights_differ(rig))
             error = rig.found()
-        results.append({"place": place, "steps": rig.step - first + 1 if error else None, "harmless": not (
-            error or touched or place == "weights"), "right": error.ranks == (wrong,) if error else True})
+        reached = touched or place == "weights"
+        results.append({"place": place, "steps": rig.step - first + 1 if error else None,
+                        "harmless": not (error or reached), "right": error.ranks == (wrong,) if error else True,
+                        "healed": error is None and reached and not weights_differ(rig)})
         if error is not None:
             rig.go_back()
     return results
@@ -185,7 +189,8 @@ def row(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     steps = sorted(line["steps"] for line in lines if line["steps"])
     return {"place": name, "flips": len(lines), "found": f"{len(steps)} ({len(steps) / max(1, len(lines)):.0%})",
             "gone": sum(line["harmless"] for line in lines),
-            "missed": sum(not line["steps"] and not line["harmless"] for line in lines),
+            "healed": sum(line.get("healed", False) for line in lines),
+            "missed": sum(not (line["steps"] or line["harmless"] or line.get("healed")) for line in lines),
             "named": f"{sum(line['right'] and bool(line['steps']) for line in lines)} of {len(steps)}",
             "median steps": f"{statistics.median(steps):g}" if steps else "-", "worst": steps[-1] if steps else "-"}
 
