@@ -174,13 +174,13 @@ class Exchange(OuterExchange):
         return 0
 
     def _send(self, fragment: Fragment, step: int) -> bool:
-        """Publish the outer gradient; return False if the round is over, or the gradient is not finite."""
+        """Publish the outer gradient; return False if this group was left out, or the gradient is not finite."""
         newest = fragment.newest()
-        if newest > fragment.progress.round:
-            if self._is_behind(fragment, newest):
-                self._event("outer_left_out", step=step, round=fragment.progress.round + 1)
+        if self._is_behind(fragment, newest):
+            self._event("outer_left_out", step=step, round=fragment.progress.round + 1)
             return False
-        if self._from_first(lambda: fragment.meetings.has_offered(fragment.progress.round + 1)):
+        if newest > fragment.progress.round or self._from_first(
+                lambda: fragment.meetings.has_offered(fragment.progress.round + 1)):
             fragment.progress = replace(fragment.progress, sent=step)
             return True  # this group did so before a failure
         fragment.load(fragment.progress.round)

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -142,6 +144,24 @@ def test_a_worker_that_repeats_steps_takes_the_same_outcomes(folder: Path, outer
     assert all(path.read_bytes() == content for path, content in before.items())
     again = sorted(path.parent.name for path in (folder / "outer").rglob("offers/*/manifest.json"))
     assert [name[:13] for name in again] == [name[:13] for name in offers], "no outer gradient was published twice"
+
+
+def test_an_outcome_that_others_decide_meanwhile_comes_as_late_as_without_the_failure(folder: Path):
+    """The worker dies in the step after the publication; the other group decides the round before it is back."""
+    calm = [group(folder, number, 2, f"run.uri={folder / 'calm'}", store=folder / "calm-outer", overlap=1)
+            for number in range(2)]
+    train_together(calm)
+    dies, goes_on = (group(folder, number, 2, overlap=1) for number in range(2))
+    other = Thread(target=fit_local, args=(goes_on,))
+    other.start()
+    with pytest.raises(Replaced):
+        train_with(dies, 0, die=3)
+    while not (folder / "outer/decisions/00000001.json").exists():
+        time.sleep(0.01)
+    train_with(dies, 1)
+    other.join()
+    for disturbed, undisturbed in zip((dies, goes_on), calm):
+        assert digest(disturbed.run_uri).state == digest(undisturbed.run_uri).state
 
 
 def test_steps_that_go_on_meanwhile_are_merged(folder: Path):
