@@ -23,7 +23,7 @@ demo: $(STAMP)  ## train a model from raw text while a node is killed (ARGS="--s
 
 test: $(STAMP)  ## run ruff, mypy and the tests: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/unit tests/k8s tests/security tests/chaos tests/cluster
+	$(PYTEST) -n 5 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/unit tests/k8s tests/security tests/chaos tests/cluster
 
 long: $(STAMP)  ## run the tests of a minute or more that `make test` leaves out, and property tests with new examples
 	$(PYTEST) -m long tests

@@ -51,6 +51,7 @@ def corpus(folder: Path) -> None:
         (folder / f"{file}.jsonl").write_text("\n".join(lines))
 
 
+@pytest.mark.long  # `cluster/data/test_pipeline.py` kills workers, and `cluster/test_stops.py` the driver
 def test_a_pipeline_killed_three_times_writes_the_bytes_of_an_undisturbed_run(tmp_path):
     corpus(tmp_path / "in")
     write_filters(tmp_path / "code")

@@ -26,8 +26,8 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-QUIET = ("commands", "environments", "imports", "launch")
-"""Packages that talk to people, or do nothing but convert texts."""
+QUIET = ("commands", "environments", "imports", "launch", "storage")
+"""Packages that talk to people, or do nothing but convert texts. Around storage, `retry` and `stores` log."""
 
 
 @pytest.mark.parametrize("name", [name for name in PACKAGES if name not in QUIET])

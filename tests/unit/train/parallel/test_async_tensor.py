@@ -80,6 +80,7 @@ class Collectives(TorchDispatchMode):
         return function(*arguments, **named or {})
 
 
+@pytest.mark.long  # half a minute
 def test_two_ranks_compute_the_same_with_overlapped_collectives():
     on_ranks(2, _two_ranks)
 
