@@ -326,7 +326,8 @@ class Exchange(OuterExchange):
     def _announce(self, fragment: Fragment, step: int) -> None:
         """Tell the others whether this group takes part in the next round."""
         next_round = fragment.progress.round + 1
-        tell = fragment.meetings.leave if step >= self._steps else fragment.meetings.announce
+        finished = step >= self._steps and step <= fragment.progress.covered  # else a last round covers the last steps
+        tell = fragment.meetings.leave if finished else fragment.meetings.announce
         self._from_first(lambda: tell(next_round))
 
     # -- what the loop reads -------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.outer.exchange import Exchange
+from tidewheel.outer.meeting import GONE
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
@@ -162,6 +163,18 @@ def test_an_outcome_that_others_decide_meanwhile_comes_as_late_as_without_the_fa
     other.join()
     for disturbed, undisturbed in zip((dies, goes_on), calm):
         assert digest(disturbed.run_uri).state == digest(undisturbed.run_uri).state
+
+
+def test_no_group_leaves_before_the_round_that_covers_its_last_steps(folder: Path):
+    """The outcome of the steps up to 4 comes after step 5, the last one, which has a round of its own."""
+    groups = [group(folder, number, 2, "steps=5", overlap=1) for number in range(2)]
+    train_together(groups)
+    for number in range(2):
+        rounds = [(event["step"], event["members"]) for event in events(folder, f"g{number}", "outer_round")]
+        assert rounds == [(3, [0, 1]), (5, [0, 1]), (5, [0, 1])]
+    assert not list((folder / "outer/meetings/00000003").glob(f"*-{GONE}.json"))
+    assert len(list((folder / "outer/meetings/00000004").glob(f"*-{GONE}.json"))) == 2
+    assert model(folder / "runs/g0") == model(folder / "runs/g1")
 
 
 def test_steps_that_go_on_meanwhile_are_merged(folder: Path):
