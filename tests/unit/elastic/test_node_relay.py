@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.unit.elastic.network import network
+from tests.unit.elastic.test_connection import until
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import Endpoint
@@ -79,13 +80,6 @@ class Worker:
 
     def say(self, value: int) -> None:
         self.client.send(WorkerEvent("said", {"value": value}, 0.0))
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture
