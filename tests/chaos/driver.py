@@ -5,6 +5,7 @@ variables request:
 
 CHAOS_STEP_SECONDS      seconds added to each step, as if the model were larger
 CHAOS_HURRY             path of a file; once it exists, no seconds are added
+CHAOS_NETWORK           path of a file that says which node's network to the coordinator fails, see `tests.chaos.cut`
 CHAOS_GATE              path of a file with the number of a step; no later step starts until the file has a greater one,
                         or that of CHAOS_HURRY exists
 CHAOS_SLOW              path of a file with {"node": first 12 digits of a node's id, "factor": f}; while it exists, a
@@ -39,7 +40,8 @@ def worker(settings: dict[str, Any]) -> Any:
     """Call `run_worker` with the faults of the environment."""
     import ray
 
-    from tidewheel.elastic.worker import run_worker
+    from tests.chaos.cut import behind_a_network
+    from tidewheel.elastic import worker as process
     from tidewheel.train import loop
 
     node = ray.get_runtime_context().get_node_id()[:12]
@@ -47,7 +49,8 @@ def worker(settings: dict[str, Any]) -> Any:
         loop.chaos = loop.start_step  # type: ignore[attr-defined]
     loop.start_step = slowed(loop.chaos, float(os.environ.get("CHAOS_STEP_SECONDS", "0")), node)  # type: ignore
     storage_faults()
-    return run_worker(settings)
+    behind_a_network(process, node)
+    return process.run_worker(settings)
 
 
 def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[..., Any]:

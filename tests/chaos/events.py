@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from tests.chaos.cut import FAULTS
 from tests.chaos.world import SAVE_EVERY, World
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.faults import drain_node, flip_byte
@@ -32,6 +34,9 @@ FOUND_SECONDS = 120.0
 """Longest time until a flipped bit is found, also on a busy machine, if all steps are checked."""
 SILENT_SECONDS = 12.0
 NOTICE_SECONDS = 15.0
+FROZEN_SECONDS = 12.0
+SLOW_SECONDS, SLOW_FACTOR = 20.0, 4.0
+CUT_SECONDS = (5.0, 20.0)
 SAVE_POLL_SECONDS = 0.002
 """Time between two looks for a save: that of a small model takes 20 to 100 ms."""
 
@@ -136,6 +141,49 @@ def kill_driver(world: World, rng: random.Random) -> str:
     return "started again at once"
 
 
+def freeze_driver(world: World, rng: random.Random) -> str:
+    """Stop the driver's process alone, which nobody needs."""
+    with world.frozen_driver() as there:
+        if not there:
+            return "no driver was there"
+        time.sleep(FROZEN_SECONDS)
+    return f"{FROZEN_SECONDS:g} s"
+
+
+def kill_coordinator(world: World, rng: random.Random) -> str:
+    """Kill the run's coordinator. The driver starts another one."""
+    return _kill_beside(world, "Coordinator")
+
+
+def kill_controller(world: World, rng: random.Random) -> str:
+    """Kill Ray Train's controller, whose death ends the workers. The driver starts another one."""
+    return _kill_beside(world, "ElasticController")
+
+
+def cut_network(world: World, rng: random.Random) -> str:
+    """Let the network between the coordinator and a node's workers fail for a while."""
+    nodes = sorted({node.node_id[:12] for node in world.trainers().values()})
+    if not nodes:
+        return "no worker was there"
+    node, fault, seconds = rng.choice(nodes), rng.choice(FAULTS), round(rng.uniform(*CUT_SECONDS))
+    _write(world.folder / "network", {"node": node, "fault": fault})
+    time.sleep(seconds)
+    (world.folder / "network").unlink()
+    return f"node {node[:8]}, {fault}, {seconds} s"
+
+
+def slow_worker(world: World, rng: random.Random) -> str:
+    """Let the steps of a node's workers take several times as much of a processor for a while."""
+    nodes = sorted({node.node_id[:12] for node in world.trainers().values()})
+    if not nodes:
+        return "no worker was there"
+    node = rng.choice(nodes)
+    _write(world.folder / "slow", {"node": node, "factor": SLOW_FACTOR})
+    time.sleep(SLOW_SECONDS)
+    (world.folder / "slow").unlink()
+    return f"node {node[:8]}, {SLOW_FACTOR:g} times slower for {SLOW_SECONDS:g} s"
+
+
 def storage_away(world: World, rng: random.Random) -> str:
     flag = world.folder / "storage-away"
     flag.touch()
@@ -173,9 +221,7 @@ def flip_bit(world: World, rng: random.Random) -> str:
     if len(nodes) < 3:
         return f"{len(nodes)} node(s) train, of which no majority is right: not done"
     file, node, known = world.folder / "flip", rng.choice(nodes), len(world.events("corruption"))
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps({"node": node, "seed": rng.randrange(1 << 30)}))
-    os.replace(new, file)
+    _write(file, {"node": node, "seed": rng.randrange(1 << 30)})
     done = file.with_suffix(".done")
     world.wait_for(done.exists, FOUND_SECONDS)
     if not done.exists():
@@ -210,7 +256,8 @@ def corrupt_newest(world: World, rng: random.Random) -> str:
 
 EVENTS: dict[str, Event] = {function.__name__: function for function in (
     kill_worker, stop_worker, kill_node, kill_node_of_rank_0, freeze_node, drain, join, kill_two, kill_during_recovery,
-    kill_during_save, kill_driver, storage_away, storage_silent, second_driver, corrupt_newest, flip_bit)}
+    kill_during_save, kill_driver, freeze_driver, kill_coordinator, kill_controller, cut_network, slow_worker,
+    storage_away, storage_silent, second_driver, corrupt_newest, flip_bit)}
 
 
 def usual(config: TrainConfig) -> list[str]:
@@ -233,6 +280,19 @@ def send(pid: int, signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _kill_beside(world: World, actor: str) -> str:
+    """Kill the run's actor on the driver's node."""
+    killed = [pid for pid in world.beside(actor) if send(pid, signal.SIGKILL)]
+    return f"process {killed}" if killed else "it was not there"
+
+
+def _write(file: Path, asked: dict[str, Any]) -> None:
+    """Write a file that the workers read, in one piece."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(asked))
+    os.replace(new, file)
 
 
 def _drained(world: World, node: NodeHandle, notice_seconds: float) -> bool:

@@ -225,7 +225,7 @@ def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[
         count: int = 0) -> Chaos:
     """Run the disturbed run and its reference, with the settings `more`, print the table, and return the outcome.
 
-    After `count` events the steps take no longer than their own work, so the run soon ends.
+    After the last event the steps take no longer than their own work, so the run soon ends.
     """
     torch.set_num_threads(1)
     steps = steps or round(0.6 * seconds / (step_seconds + OTHER_WORK))
@@ -238,8 +238,7 @@ def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[
     with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds, CHAOS_HURRY=str(hurry),
                        CHAOS_FLIP=str(folder / "flip")) as world:
         events = disturb(world, random.Random(seed), kinds or usual(config), seconds=seconds, gap=gap, count=count)
-        if count:
-            hurry.touch()
+        hurry.touch()
         world.over.wait(timeout=PATIENCE if count else max(120.0, 2 * seconds))
         took = time.time() - world.drivers[0].began
     print_table(consequences(world, events), title=f"seed {seed}: {len(events)} events in {took:.0f} s")

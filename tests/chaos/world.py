@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.unit.train.helpers import write_shards
 from tidewheel import jsonlog
@@ -127,6 +130,28 @@ class World:
             self.drivers[-1].killed = True
             self._process.kill()
 
+    @contextlib.contextmanager
+    def frozen_driver(self) -> Iterator[bool]:
+        """Stop the driver's process within the block; say whether there is one."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            yield False
+            return
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield True
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    def beside(self, actor: str) -> list[int]:
+        """Return the process ids of this run's actors of a class that are on the driver's node."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            ours = (process.info["environ"] or {}).get("CHAOS_NETWORK") == str(self.folder / "network")
+            if ours and " ".join(process.info["cmdline"] or []).startswith(f"ray::{actor}"):
+                found.append(process.pid)
+        return found
+
     def second_driver(self, *overrides: str, seconds: float = 90.0) -> tuple[int | None, str]:
         """Start another driver of the run and return its exit code and stderr. Kill it after `seconds`."""
         file = self.folder / "second.yaml"
@@ -240,7 +265,8 @@ def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_nod
     """Start a cluster with a run on it; both end with the block."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     added = {"CHAOS_STEP_SECONDS": str(step_seconds), "CHAOS_STORAGE_AWAY": str(folder / "storage-away"),
-             "CHAOS_STORAGE_SILENT": str(folder / "storage-silent"),
+             "CHAOS_STORAGE_SILENT": str(folder / "storage-silent"), "CHAOS_NETWORK": str(folder / "network"),
+             "CHAOS_SLOW": str(folder / "slow"),
              "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "platform"), str(REPOSITORY)]), **environment}
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)  # the cluster's processes inherit the environment when it starts

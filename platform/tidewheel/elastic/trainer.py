@@ -133,13 +133,40 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
     from tidewheel.elastic.ray_contract import check_ray
 
     check_ray()
+    from tidewheel.elastic.lost_actors import LostActorError, outliving
+
+    run = Run.open(run)
+    sizes = _sizes(run.config)
+    run.store.check()
+
+    def attempt(before: LostActorError | None) -> Any:
+        return _run_once(run, worker, on_progress, sizes, take_over=take_over and before is None, before=before)
+
+    return outliving(attempt)
+
+
+def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: OnProgress | None, sizes: tuple[int, ...],
+              *, take_over: bool, before: Exception | None) -> Any:
+    """Train to the end with a coordinator and a controller.
+
+    Args:
+        run: the open run.
+        worker: see `run_workers`.
+        on_progress: see `fit`.
+        sizes: legal numbers of workers.
+        take_over: see `fit`.
+        before: the loss of the coordinator or the controller that ended the attempt before this one.
+
+    Raises:
+        LostActorError: one of the two died.
+    """
+    from ray.exceptions import RayActorError
+
+    from tidewheel.elastic.lost_actors import is_gone, lost
     from tidewheel.elastic.ray_adapter import ElasticTrainer
     from tidewheel.post.running import making_rollouts
 
-    run = Run.open(run)
     config = run.config
-    sizes = _sizes(config)
-    run.store.check()
     with temporary_folder("train") as bookkeeping:
         with _owning(run.store, take_over) as record, \
                 _coordinator(config, sizes, record.epoch) as (name, coordinator), \
@@ -147,6 +174,8 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
             for change in starts.record_start(run.store, config, record.epoch):
                 if change.is_reported:
                     coordinator.event.remote("setting_changed", _change_detail(change))
+            if before is not None:
+                coordinator.event.remote("coordinator_lost", {"error": str(before).splitlines()[0]})
             trainer = ElasticTrainer(
                 worker, {"config": config.canonical(), "coordinator": name,
                          "code": [asdict(code) for code in config.code()]},
@@ -154,9 +183,13 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
                 storage_path=str(bookkeeping))
             try:
                 return trainer.run()
+            except RayActorError as error:
+                raise lost(error) from error
             except TidewheelError as error:
-                lost = _lost(coordinator)
-                raise error if lost is None else lost from error
+                if is_gone(coordinator):
+                    raise lost(error) from error
+                other = _lost(coordinator)
+                raise error if other is None else other from error
             finally:
                 _fetch_logs(run.uri, coordinator)
 

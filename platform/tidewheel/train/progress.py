@@ -14,6 +14,7 @@ LINES = {
     "worker_left_out": "left out: a {level} of node {node}, blamed {times} time(s), for {seconds} s: {reason}",
     "worker_readmitted": "readmitted after a probe: a worker of node {node}",
     "taken_over": "{error}",
+    "coordinator_lost": "continues with another coordinator: {error}",
     "setting_changed": "{setting} was {before} in the previous start and is now {now}",
     "continued_before_decay": "the checkpoint of step {newest} has decayed: the run continues from step {step}, before "
                               "the decay, to step {steps}",

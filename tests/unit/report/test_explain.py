@@ -220,6 +220,14 @@ def test_the_cause_of_a_later_start_is_how_the_driver_before_it_ended(run: Recor
     assert sum(item.redone for item in told.incidents) == 2
 
 
+def test_a_driver_that_starts_another_coordinator_is_told_apart_from_another_driver(run: Recorded) -> None:
+    run.begin()
+    run.event(50, "driver_start", first_generation=1_000_000, epoch=1).event(50.1, "coordinator_lost", error="it died")
+    run.event(54, "resume", step=8, world_size=2, generation=1_000_000, redo=2)
+    run.train(54, range(9, 15), 1_000_000, A, B, redone=2)
+    assert [item.cause.key for item in run.told().incidents if item.time == BEGAN + 50] == ["coordinator_lost"]
+
+
 def test_a_local_run_that_was_killed_and_goes_on(run: Recorded) -> None:
     run.event(2, "start", step=0, world_size=1, generation=0, redo=0).train(2, range(1, 11), 0, A)
     run.event(40, "resume", step=8, world_size=1, generation=1_000_000, redo=2)

@@ -69,6 +69,9 @@ _ALL = (
     Cause("driver_lost", "driver ended without a stop",
           "See the log of the job or terminal that ran the command. On a cluster, submit it with `tidewheel submit`, "
           "so that it does not depend on your machine."),
+    Cause("coordinator_lost", "coordinator or Ray Train's controller died",
+          "Nothing: the driver started another one. If it repeats, look for the out-of-memory killer on the driver's "
+          "machine (`dmesg`), and at Ray's logs there."),
     Cause("taken_over", "taken over by another driver",
           "Make sure that only one command trains this run: somebody used --take-over."),
     Cause("failed_for_good", "error that ended the run", "Fix what the message names; give the same command again."),

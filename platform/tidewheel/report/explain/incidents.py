@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,7 +199,9 @@ class _Teller:
             return {"stopped": "user_stop"}.get(last.kind, last.kind)
         if last.kind == "finish" or (last.kind == "failure" and last.detail.get("restart") is False):
             return "start"
-        return "driver_lost"
+        after = [event for event in self._events if event.time >= start.time]
+        own = itertools.takewhile(lambda event: event is start or event.kind != "driver_start", after)
+        return "coordinator_lost" if any(event.kind == "coordinator_lost" for event in own) else "driver_lost"
 
     def alone(self, others: Sequence[Incident]) -> list[Incident]:
         """Return the incidents of events that stand for themselves.

@@ -1,0 +1,35 @@
+"""The coordinator and Ray Train's controller die while the driver lives: the same driver trains to the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.events import kill_controller, kill_coordinator
+from tests.chaos.world import disturbed_run, prepare, settings
+from tidewheel.checkpoint.digest import digest
+from tidewheel.elastic.trainer import fit_local
+from tidewheel.train.audit import audit
+
+MOST_SECONDS = 300.0
+
+
+@pytest.mark.long
+def test_a_driver_outlives_its_coordinator_and_its_controller(tmp_path):
+    import random
+
+    prepare(tmp_path)
+    config, reference = (settings(tmp_path, name, 60, workers=2, overrides=("reproducible=true",))
+                         for name in ("run", "undisturbed"))
+    fit_local(reference)
+    with disturbed_run(tmp_path, config, nodes=2, step_seconds=0.1) as world:
+        for step, kill in ((10, kill_coordinator), (35, kill_controller)):
+            assert world.wait_for(lambda: world.step >= step, MOST_SECONDS)  # noqa: B023
+            assert "process" in kill(world, random.Random(1))
+        world.over.wait(timeout=MOST_SECONDS)
+        assert world.finished
+        assert [driver.code for driver in world.drivers] == [0]
+    assert [event["kind"] for event in world.events("driver_start", "coordinator_lost")] == [
+        "driver_start", *["driver_start", "coordinator_lost"] * 2]
+    audited = audit(config.run_uri)
+    assert audited.ok, audited.summary()
+    assert digest(config.run_uri).state == digest(reference.run_uri).state
