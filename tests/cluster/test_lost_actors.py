@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.chaos.events import kill_controller, kill_coordinator
@@ -15,8 +17,6 @@ MOST_SECONDS = 300.0
 
 @pytest.mark.long
 def test_a_driver_outlives_its_coordinator_and_its_controller(tmp_path):
-    import random
-
     prepare(tmp_path)
     config, reference = (settings(tmp_path, name, 60, workers=2, overrides=("reproducible=true",))
                          for name in ("run", "undisturbed"))
@@ -33,3 +33,27 @@ def test_a_driver_outlives_its_coordinator_and_its_controller(tmp_path):
     audited = audit(config.run_uri)
     assert audited.ok, audited.summary()
     assert digest(config.run_uri).state == digest(reference.run_uri).state
+
+
+@pytest.mark.long
+def test_the_next_driver_finds_the_agents_on_nodes_that_it_does_not_use():
+    import ray
+
+    from tidewheel.cluster.local import LocalCluster
+    from tidewheel.elastic.agents import Agents
+
+    with LocalCluster(nodes=2, cpus_per_node=1) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            first, second = [node.node_id for node in cluster.nodes]
+            former, other, later = Agents("run"), Agents("another run"), Agents("run")
+            former.on([first])
+            other.on([first])
+            assert list(later.on([second])) == [second]
+            assert set(later.known()) == {first, second}
+            assert later.known()[first] == former.known()[first] != other.known()[first]
+            assert later.token == former.token
+            later.stop()
+            other.stop()
+        finally:
+            ray.shutdown()

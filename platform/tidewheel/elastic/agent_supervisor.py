@@ -137,7 +137,8 @@ class AgentSupervisor:
         began = time.monotonic()
         started = self._agents.on(missing, ANSWER_SECONDS)
         with self._lock:
-            self._addresses |= {node: address for node, address in started.items() if node not in self._gone}
+            known = {**self._agents.known(), **started}
+            self._addresses |= {node: address for node, address in known.items() if node not in self._gone}
         if len(started) < len(missing) and time.monotonic() - began < RETRY_SECONDS:
             time.sleep(RETRY_SECONDS)  # some agents cannot start now
 

@@ -106,17 +106,22 @@ class Agents:
     def on(self, node_ids: Iterable[str], seconds: float = START_SECONDS) -> dict[str, Address]:
         """Return the agents of these nodes by node id, and start missing agents.
 
+        The first call adopts the agents of the run's former driver, on other nodes too: they may hold the newest step.
         A node whose agent does not respond within `seconds` is left out: it is dying, or has no shared memory.
         """
         requested = sorted(set(node_ids))
         if not self._token:
-            self._adopt(requested, seconds)
+            self._adopt(seconds)
             self._token = self._token or secrets.token_hex(32)
         for node_id in requested:
             if node_id not in self._actors:
                 self._actors[node_id] = self._start(node_id)
         self._locate([node_id for node_id in requested if node_id not in self._addresses], seconds)
         return {node_id: self._addresses[node_id] for node_id in requested if node_id in self._addresses}
+
+    def known(self) -> dict[str, Address]:
+        """Return all agents that have answered, by node id, adopted ones too."""
+        return dict(self._addresses)
 
     def relays(self, node_ids: Iterable[str], endpoint: Endpoint,
                seconds: float = START_SECONDS) -> dict[str, tuple[str, int]]:
@@ -174,8 +179,12 @@ class Agents:
         for address in self._addresses.values():
             ask(address, self._token, {"op": "abandon"})
 
+    @property
+    def _prefix(self) -> str:
+        return f"memory-{self._run}-"
+
     def _name(self, node_id: str) -> str:
-        return f"memory-{self._run}-{node_id}"
+        return self._prefix + node_id
 
     def _start(self, node_id: str) -> Any:
         import ray
@@ -187,13 +196,16 @@ class Agents:
             max_concurrency=4, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         ).remote(self._run, self._token, self._log, node_id)
 
-    def _adopt(self, node_ids: list[str], seconds: float) -> None:
-        """Find the agents that an earlier driver of the run started."""
+    def _adopt(self, seconds: float) -> None:
+        """Find the agents that an earlier driver of the run started, on whatever node."""
         import ray
 
-        for node_id in node_ids:
-            with contextlib.suppress(ValueError):  # no agent runs there
-                self._actors[node_id] = ray.get_actor(self._name(node_id), namespace=NAMESPACE)
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] != NAMESPACE or not actor["name"].startswith(self._prefix):
+                continue
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                self._actors[actor["name"].removeprefix(self._prefix)] = ray.get_actor(actor["name"],
+                                                                                       namespace=NAMESPACE)
         self._locate(list(self._actors), seconds)
 
     def _locate(self, node_ids: list[str], seconds: float) -> None:
