@@ -28,6 +28,8 @@ COUNTED = ("productive", "communication")
 """Categories of the time in steps that count."""
 ENDINGS = {"failure": "detection", "resize": "restart"}
 DRIVER_START = "driver_start"
+COORDINATOR_LOST = "coordinator_lost"
+"""Event of a coordinator that the same driver started, after its DRIVER_START."""
 Record = dict[str, Any]
 
 
@@ -64,12 +66,13 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
 
     Args:
         records: of ledger.jsonl: rank, generation, node, category, start, end (Unix seconds).
-        events: of events.jsonl: time, kind, detail; used: failure, resize, resume and driver_start.
+        events: of events.jsonl: time, kind, detail; used: failure, resize, resume, driver_start and
+            coordinator_lost.
     """
     per_rank: dict[int, dict[int, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         per_rank[int(record["generation"])][int(record["rank"])].append(record)
-    drivers = [float(event["time"]) for event in events if event["kind"] == DRIVER_START]
+    drivers = _driver_starts(events)
     events_of: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         events_of[event["detail"].get("generation")].append(event)
@@ -95,6 +98,17 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
     wall_seconds = sum(generation.end - generation.start for generation in generations)
     goodput = sum(parts[name] for name in COUNTED) / worker_seconds if worker_seconds else 0.0
     return LedgerSummary(parts, worker_seconds, wall_seconds, goodput, tuple(generations), tuple(filled))
+
+
+def _driver_starts(events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return when drivers began. One that starts another coordinator has lived on, and its workers' time with it."""
+    times: list[float] = []
+    for event in events:
+        if event["kind"] == DRIVER_START:
+            times.append(float(event["time"]))
+        elif event["kind"] == COORDINATOR_LOST and times:
+            times.pop()
+    return times
 
 
 def _span(number: int, ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]],

@@ -48,6 +48,14 @@ def test_time_between_two_drivers_is_not_counted():
     assert summary.parts["productive"] == 15
 
 
+def test_time_in_which_a_driver_starts_another_coordinator_counts():
+    records = [record(0, 0, "productive", 10, 20), record(0, 1, "productive", 35, 40)]
+    summary = summarise(records, [event(8, "driver_start"), event(24, "driver_start"), event(24, "coordinator_lost")])
+    assert [(generation.start, generation.end) for generation in summary.generations] == [(8, 20), (20, 40)]
+    assert summary.wall_seconds == 32
+    assert summary.parts["restart"] == 2 + 15
+
+
 def test_a_worker_that_never_wrote_counts_too():
     records = [record(0, 0, "productive", 0, 10)]
     summary = summarise(records, [event(1, "start", generation=0, world_size=2), event(11, "failure", generation=0)])
