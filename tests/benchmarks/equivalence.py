@@ -229,7 +229,7 @@ OFFLOAD_ROWS: list[Row] = [
 """Host memory and disk."""
 COMPRESSION_ROWS: list[Row] = [
     Row(f"Reproducible, compression {kind}, {data} {ranks}", ranks, (f"parallel.data={data}",),
-        ("reproducible=true", f"compression={{kind: {kind}, smallest: 256}}"), exact=True)
+        ("reproducible=true", "parallel.data=ddp", f"compression={{kind: {kind}, smallest: 256}}"), exact=True)
     for kind in compressions.KIND.built_in() for data, ranks in (("ddp", 2), ("zero1", 4))]
 """Each virtual rank sends what it would send alone."""
 CONTRIB = str(Path(__file__).parents[2] / "contrib/optimizers")
