@@ -6,7 +6,8 @@ Each row is a whole training run of the debug model in fp32 on CPU (gloo, up to 
 the loop, the loader and the checkpoints of users. Its last checkpoint is then loaded into a single process. `loss` is
 the largest relative difference of a step's loss and `parameter` the largest difference of an element from a single
 process with the same recipe. `validation` is the relative difference of the final validation loss. In reproducible
-mode all three must be 0. The exit code is 1 when a bound is exceeded.
+mode all three must be 0. The exit code is 1 when a bound is exceeded. `--rounding` trains each recipe in a single
+process with other micro-batches instead, which changes nothing but the rounding of sums.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from tidewheel.train.runtime import Runtime
 
 LOSS_BOUND, PARAMETER_BOUND = 1e-5, 1e-4
 LENGTH, SEQUENCES = 32, 16
+AMPLIFIED = 3.0
+ROUNDED = ("batch.micro_sequences=4",)
+"""Micro-batches of 4 instead of 2 sequences, which change nothing but the rounding of sums."""
 AT_ONCE = 6
 """Rows for each process: every row leaves process groups behind, whose threads slow down the next rows."""
 
@@ -55,6 +59,9 @@ class Row:
     """Settings that may change the result; the single process has them too."""
     exact: bool = False
     """Whether the result must have the same bits, as in reproducible mode."""
+
+    amplifies: bool = False
+    """Whether the recipe amplifies rounding: its bounds are at least `AMPLIFIED` times what rounding alone changes."""
 
     @property
     def key(self) -> str:
@@ -237,11 +244,21 @@ if CONTRIB not in sys.path:
     sys.path.append(CONTRIB)  # spawned ranks import this module too
 SEPARATE = ("adagrad:Adagrad", "lamb:LAMB", "schedule_free:ScheduleFree", "shampoo:Shampoo", "soap:SOAP",
             "sophia:SophiaG")
+AMPLIFYING = ("tidewheel_optimizers.shampoo:Shampoo", "tidewheel_optimizers.soap:SOAP")
+"""Optimizers that make much of the last bit of a gradient, by roots and eigenvectors of ill-conditioned matrices, and
+that reproducible mode allows: there every bit must be equal. Muon's Newton-Schulz in bf16 does so too; its rows may
+differ by three times as much as a single process does after a change of the rounding."""
+OPTIMIZERS = ("sgd", "adam", "ademamix", "adamw8bit", *(f"tidewheel_optimizers.{name}" for name in SEPARATE))
 OPTIMIZER_ROWS: list[Row] = [
-    Row(f"Optimizer {kind.rpartition(':')[2]}, {data} {ranks}", ranks, (f"parallel.data={data}",),
-        (f"optimizer.kind='{kind}'",))
-    for kind in ("sgd", "adam", "ademamix", "muon", "adamw8bit", *(f"tidewheel_optimizers.{name}" for name in SEPARATE))
-    for data, ranks in (("zero1", 2), ("zero3", 4))]
+    *(Row(f"Optimizer {kind.rpartition(':')[2]}, {data} {ranks}", ranks, (f"parallel.data={data}",),
+          (f"optimizer.kind='{kind}'",))
+      for kind in OPTIMIZERS if kind not in AMPLIFYING for data, ranks in (("zero1", 2), ("zero3", 4))),
+    *(Row(f"Optimizer muon, {data} {ranks}", ranks, (f"parallel.data={data}",), ("optimizer.kind=muon",),
+          amplifies=True)
+      for data, ranks in (("zero1", 2), ("zero3", 4))),
+    *(Row(f"Optimizer {kind.rpartition(':')[2]}, reproducible, {data} {ranks}", ranks, (f"parallel.data={data}",),
+          (f"optimizer.kind='{kind}'", "reproducible=true"), exact=True)
+      for kind in AMPLIFYING for data, ranks in (("zero1", 2), ("zero3", 4)))]
 """Adafactor and Lion are among the rows of layouts."""
 ROWS += EXPERT_ROWS + OFFLOAD_ROWS + COMPRESSION_ROWS + OPTIMIZER_ROWS
 """Rows of the table, with 1, 2, 4 or 8 ranks. A layout that the configuration refuses is an error, not a missing
@@ -258,6 +275,12 @@ def settings(folder: Path, name: str, steps: int, overrides: Sequence[str]) -> T
         "batch": {"global_sequences": SEQUENCES, "micro_sequences": 2, "virtual_ranks": 4},
         "checkpoint": {"every_steps": 0, "asynchronous": False}, "elastic": {"min_workers": 1, "max_workers": 8}}
     return build(TrainConfig, values, overrides)
+
+
+def rounded(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for each recipe, trained in a single process in micro-batches of 4 instead of 2 sequences."""
+    by_recipe = {tuple(key for key in row.recipe if key != "reproducible=true"): row for row in rows}
+    return [Row(f"Rounding, {row.name}", 1, ROUNDED, recipe) for recipe, row in by_recipe.items()]
 
 
 def prepare(folder: Path) -> None:
@@ -288,6 +311,11 @@ def run(folder: Path, rows: Sequence[Row], steps: int) -> list[dict[str, Any]]:
     references = {row.recipe: settings(folder, f"reference-{index}", steps, row.recipe)
                   for index, row in enumerate(rows)}
     train_all(list(references.values()))
+    amplified = {row.recipe: settings(folder, f"rounded-{index}", steps, (*row.recipe, *ROUNDED))
+                 for index, row in enumerate(rows) if row.amplifies}
+    train_all(list(amplified.values()))
+    allowed = {recipe: [AMPLIFIED * change for change in changes(config, references[recipe])]
+               for recipe, config in amplified.items()}
     configs = {row.name: settings(folder, row.key, steps, (*row.recipe, *row.layout)) for row in rows}
     for ranks in sorted({row.ranks for row in rows}):
         rank_configs = [configs[row.name] for row in rows if row.ranks == ranks]
@@ -297,22 +325,30 @@ def run(folder: Path, rows: Sequence[Row], steps: int) -> list[dict[str, Any]]:
                 train_all(some)
             else:
                 on_ranks(ranks, train_all, some)
-    return [compare(row, configs[row.name], references[row.recipe]) for row in rows]
+    return [compare(row, configs[row.name], references[row.recipe], allowed.get(row.recipe, [0.0, 0.0, 0.0]))
+            for row in rows]
 
 
-def compare(row: Row, config: TrainConfig, reference: TrainConfig) -> dict[str, Any]:
-    """Return the largest differences of a row from its reference."""
+def changes(config: TrainConfig, reference: TrainConfig) -> tuple[float, float, float]:
+    """Return the largest differences from a reference: of a loss and the validation loss, relative; of a parameter."""
     ours, theirs = losses(config), losses(reference)
-    assert ours.keys() == theirs.keys(), f"{row.name}: {len(ours)} steps, not {len(theirs)}"
+    assert ours.keys() == theirs.keys(), f"{config.run.id}: {len(ours)} steps, not {len(theirs)}"
     loss = max(abs(ours[step] - value) / abs(value) for step, value in theirs.items())
     expected = weights(reference, reference)
     parameter = max(float((value - expected[name]).abs().max()) for name, value in weights(config, reference).items())
-    validation = abs(validation_loss(config) / validation_loss(reference) - 1)
+    return loss, abs(validation_loss(config) / validation_loss(reference) - 1), parameter
+
+
+def compare(row: Row, config: TrainConfig, reference: TrainConfig, allowed: Sequence[float]) -> dict[str, Any]:
+    """Return a row's differences from its reference, and whether they are within the bounds or what is `allowed`."""
+    loss, validation, parameter = changes(config, reference)
+    bounds = [max(bound, more) for bound, more in zip((LOSS_BOUND, LOSS_BOUND, PARAMETER_BOUND), allowed, strict=True)]
+    if row.exact:
+        bounds = [0.0, 0.0, 0.0]
     seconds = storage.store(config.run_uri).read_json("seconds.json")
     return {"layout": row.name, "ranks": row.ranks, "loss": f"{loss:.1e}", "parameter": f"{parameter:.1e}",
             "validation": f"{validation:.1e}", "seconds": round(seconds, 1),
-            "within": max(loss, validation, parameter) == 0.0 if row.exact else (
-                max(loss, validation) <= LOSS_BOUND and parameter <= PARAMETER_BOUND)}
+            "within": loss <= bounds[0] and validation <= bounds[1] and parameter <= bounds[2]}
 
 
 def losses(config: TrainConfig) -> dict[int, float]:
@@ -343,12 +379,15 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=20)
     arguments.add_argument("--only", default="", help="rows whose name contains this")
+    arguments.add_argument("--rounding", action="store_true", help="change only the rounding of sums, not the layout")
     arguments.add_argument("--list", action="store_true", help="print the names of the rows")
     chosen = arguments.parse_args()
     rows = [row for row in ROWS if chosen.only.lower() in row.name.lower()]
     if chosen.list:
         print("\n".join(row.name for row in rows))
         return 0
+    if chosen.rounding:
+        rows = rounded(rows)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tidewheel-equivalence-") as folder:
         table = run(Path(folder), rows, chosen.steps)
