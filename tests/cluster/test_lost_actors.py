@@ -25,6 +25,7 @@ def test_a_driver_outlives_its_coordinator_and_its_controller(tmp_path):
         for step, kill in ((10, kill_coordinator), (35, kill_controller)):
             assert world.wait_for(lambda: world.step >= step, MOST_SECONDS)  # noqa: B023
             assert "process" in kill(world, random.Random(1))
+        assert world.wait_for(lambda: len(world.beside("ElasticController")) == 1 and world.step >= 40, MOST_SECONDS)
         world.over.wait(timeout=MOST_SECONDS)
         assert world.finished
         assert [driver.code for driver in world.drivers] == [0]

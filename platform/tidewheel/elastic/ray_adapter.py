@@ -196,11 +196,16 @@ class ElasticTrainer(DataParallelTrainer):
                 result: Any = self.fit()
                 return result.return_value
         except TrainingFailedError as error:
+            self._end_controller()
             raise _final(error) from error
         except BaseException:
-            if self._controller is not None:
-                ray.kill(self._controller)  # Ray ends the actors that it owns: the workers
+            self._end_controller()
             raise
+
+    def _end_controller(self) -> None:
+        """End the controller, and with it the actors that it owns: the workers."""
+        if self._controller is not None:
+            ray.kill(self._controller)
 
 
 def _final(error: TrainingFailedError) -> BaseException:
