@@ -17,6 +17,10 @@ class AgentAddresses:
         """Return an address for each node."""
         return {node: Address(node, 1) for node in nodes}
 
+    def known(self) -> dict[str, Address]:
+        """Return nothing: no former driver has left agents."""
+        return {}
+
     def relays(self, nodes: Iterable[str], endpoint: Endpoint, seconds: float) -> dict[str, tuple[str, int]]:
         """Return no relay: the workers of a node connect directly."""
         return {}

@@ -199,7 +199,12 @@ class Coordinator:
         """
         if self._agents is not None:
             self._agents.want(workers.values())
-        self._decide(lambda: self._membership.expect(workers, time.monotonic(), anew=anew))
+
+        def note() -> None:
+            self._known.update(workers)  # one that dies before it connects is lost like any other
+            self._membership.expect(workers, time.monotonic(), anew=anew)
+
+        self._decide(note)
 
     def stop_run(self) -> tuple[bool, int | None]:
         """Let the workers save at the next step boundary and train no further.

@@ -16,7 +16,7 @@ from tidewheel.errors import ClusterError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-MOST_LOSSES, WITHIN_SECONDS = 3, 600.0
+MOST_LOSSES, WITHIN_SECONDS = 10, 600.0
 """More losses of an actor in this time end the run: the machine has too little memory, or the actor has a fault."""
 ANSWER_SECONDS = 10.0
 """Time for the coordinator to answer a call."""

@@ -143,6 +143,23 @@ def test_a_connected_worker_that_ray_reports_dead_is_cut_off(tmp_path, quiet):
     coordinator.end()
 
 
+def test_a_worker_that_dies_before_it_connects_disturbs_nobody(tmp_path, quiet):
+    """It was killed while it imported torch, beside workers that train: their group must not fail."""
+    coordinator = coordinator_of(tmp_path)
+    coordinator.start("127.0.0.1")
+    endpoint = coordinator.endpoint()
+    received = SimpleQueue()
+    coordinator.expect({"a": "n"}, True)
+    client = Client(endpoint.address, Hello("a", "n", endpoint.token), received.put, print)
+    assert received.get(timeout=60).type == "join"
+    coordinator.expect({"b": "n"}, False)
+    assert coordinator.dead(["b"], "its process has ended") == ["b"]
+    assert received.empty()
+    assert coordinator.fenced() == {"b"}
+    client.send(Left(0, ExitReason.FINISHED, ""))
+    coordinator.end()
+
+
 class Workers:
     """Workers as the coordinator sees them: each has a connection and sends beats."""
 
