@@ -29,6 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ import torch
 
 from tests.benchmarks.equivalence import weights
 from tests.chaos import peer
-from tests.chaos.events import EVENTS, usual
+from tests.chaos.events import EVENTS, Event, usual
 from tests.chaos.fine_tuning import TASKS, overrides
 from tests.chaos.world import World, disturbed_run, settings
 from tidewheel import jsonlog
@@ -80,10 +81,19 @@ class Chaos:
 
 
 def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: float, gap: tuple[float, float],
-            count: int = 0) -> list[EventRecord]:
+            count: int = 0, table: Mapping[str, Event] = EVENTS) -> list[EventRecord]:
     """Cause events until the run is over and, with a count of 0, `seconds` have passed, otherwise `count` events.
 
     No kind repeats before all have occurred. Of counted events, each waits until the run trains after the one before.
+
+    Args:
+        world: the cluster and the run.
+        rng: chooses events and pauses.
+        kinds: names of events.
+        seconds: see above.
+        gap: least and most seconds between two events.
+        count: see above.
+        table: all events by name.
     """
     events: list[EventRecord] = []
     patience = PATIENCE if count else 120.0
@@ -98,8 +108,9 @@ def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: floa
             before = world.step
             world.wait_for(lambda: world.step > before and bool(world.trainers()), patience)  # noqa: B023
         at, step = time.time(), world.step
-        events.append(EventRecord(at, step, kind, EVENTS[kind](world, rng)))
-        print(f"{at - world.drivers[0].began:7.1f} s  step {step:<6} {kind}: {events[-1].detail}", flush=True)
+        events.append(EventRecord(at, step, kind, table[kind](world, rng)))
+        print(f"{at - world.drivers[0].began:7.1f} s  {world.config.run.id} step {step:<6} {kind}: "
+              f"{events[-1].detail}", flush=True)
         world.over.wait(timeout=rng.uniform(*gap))
     return events
 

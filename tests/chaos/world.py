@@ -81,6 +81,8 @@ class World:
     """Module of the driver."""
     problems: list[str] = field(default_factory=list)
     """Problems that events found."""
+    held: threading.Event = field(default_factory=threading.Event)
+    """While it is set, no driver is started."""
     _process: subprocess.Popen[str] | None = None
 
     @property
@@ -99,6 +101,9 @@ class World:
         file = self.folder / f"{self.config.run.id}.yaml"
         file.write_text(json.dumps(self.config.canonical()))  # JSON is YAML
         while not self.finished and not self.closing:
+            if self.held.is_set():
+                time.sleep(0.05)
+                continue
             driver = Driver(time.time())
             errors = open(self.folder / f"driver-{len(self.drivers)}.err", "w+")  # noqa: SIM115
             self._process = subprocess.Popen(
@@ -126,6 +131,12 @@ class World:
         if self._process is not None and self._process.poll() is None:
             self.drivers[-1].killed = True
             self._process.kill()
+
+    @property
+    def driver_pid(self) -> int | None:
+        """Process id of the driver, None if it does not run."""
+        alive = self._process is not None and self._process.poll() is None
+        return self._process.pid if self._process is not None and alive else None
 
     def second_driver(self, *overrides: str, seconds: float = 90.0) -> tuple[int | None, str]:
         """Start another driver of the run and return its exit code and stderr. Kill it after `seconds`."""

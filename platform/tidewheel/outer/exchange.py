@@ -131,11 +131,15 @@ class Exchange(OuterExchange):
             self._announce(fragment, step)
 
     def _is_behind(self, fragment: Fragment, newest: int) -> bool:
-        """Return whether other groups have gone on without this one, so that its weights no longer serve."""
+        """Return whether other groups have gone on without this one, so that its weights no longer serve.
+
+        They serve up to the steps that this group has sent in the next round, however far the others are: the outcome
+        that follows includes these steps, which would count twice if they were done again from it.
+        """
         own = fragment.progress.round
-        if newest != own + 1:
-            return newest > own
-        decision = fragment.decision(newest)
+        if newest <= own:
+            return False
+        decision = fragment.decision(own + 1)
         return decision is None or self._config.group not in members_of(decision)
 
     def _look_for_replay(self, fragment: Fragment) -> None:
@@ -205,7 +209,9 @@ class Exchange(OuterExchange):
         waited = time.monotonic() - began
         self._wait_began = None
         member = self._config.group in members_of(decision)
-        if member:
+        if member and (newest := fragment.newest()) > round_:  # this group was away, and the others have gone on
+            self._take(fragment, step, newest, settle)
+        elif member:
             self._advance(fragment, decision)
             self._take(fragment, step, round_, settle)
             if int(decision["by"]) == self._config.group:

@@ -165,6 +165,26 @@ def test_an_outcome_that_others_decide_meanwhile_comes_as_late_as_without_the_fa
         assert digest(disturbed.run_uri).state == digest(undisturbed.run_uri).state
 
 
+def test_steps_that_were_sent_before_a_failure_count_once(folder: Path):
+    """Group 1 sends steps 1 to 3, dies and goes on from step 2 while the other group has done two more rounds."""
+    outer = folder / "outer"
+    settings = [group(folder, number, 2, "checkpoint.every_steps=2", every=3, overlap=1, patience_seconds=patience)
+                for number, patience in enumerate((0.2, 300))]
+    gates = gate("g0", 8, outer / "takes/group_0001/00000001.json")
+    other = Thread(target=fit_local, args=(build(TrainConfig, settings[0].canonical(), [f"callbacks=[{gates}]"]),))
+    with pytest.raises(Replaced):
+        train_with(settings[1], 0, die=4)
+    other.start()
+    while not (outer / "decisions/00000002.json").exists():
+        time.sleep(0.01)
+    train_with(settings[1], 1)
+    other.join()
+    decisions = [json.loads((outer / f"decisions/{number:08d}.json").read_text()) for number in (1, 2)]
+    assert [[member["group"] for member in decision["members"]] for decision in decisions] == [[0, 1], [0]]
+    take = json.loads((outer / "takes/group_0001/00000001.json").read_text())
+    assert (take["step"], take["round"], take["sent"]) == (4, 2, -1), "step 3 is not done again from round 2"
+
+
 def test_no_group_leaves_before_the_round_that_covers_its_last_steps(folder: Path):
     """The outcome of the steps up to 4 comes after step 5, the last one, which has a round of its own."""
     groups = [group(folder, number, 2, "steps=5", overlap=1) for number in range(2)]
