@@ -37,6 +37,7 @@ class Recorded(OuterExchange):
         self._last: Take | None = None
         self._send: int | None = None
         self._base: dict[str, torch.Tensor] = {}
+        self._residuals = {name: torch.zeros_like(local(weight)) for name, weight in self._named}
         self.compared = 0
         """Outer gradients that were compared."""
 
@@ -61,6 +62,8 @@ class Recorded(OuterExchange):
                 self._base[name] = base
                 part = local(weight)
                 part.copy_(base if not merge else base + (part - base) * merge)
+                if take.sent < 0:
+                    self._residuals[name].zero_()
         self._model.refresh()
         self._last = take
         self._send = sends_after(take, self._config, self._steps)
@@ -70,18 +73,29 @@ class Recorded(OuterExchange):
     def _offer(self, step: int) -> None:
         """Compare the outer gradient with the one that the group sent, if the round was decided with it."""
         assert self._last is not None
-        number = self._last.round + 1
-        if not self._compare or self._config.group not in self._rounds.members(number):
-            return
-        sent, self.compared = self._rounds.offer(number, self._config.group), self.compared + 1
+        number, config = self._last.round + 1, self._config
+        ours: dict[str, torch.Tensor] = {}
         for name, weight in self._named:
             part = local(weight)
-            gradient = part if self._config.averages_weights else self._base[name] - part
-            for kind, tensor in quantise.encode(gradient, self._config.quantise).items():
-                if not torch.equal(tensor, sent[f"{kind}/{name}"]):
-                    self._rounds.problems.append(f"group {self._config.group} sent another {name} after step {step} in "
-                                                 f"round {number} than the replay")
-                    return
+            gradient = part if config.averages_weights else self._base[name] - part
+            if config.error_feedback:
+                gradient = gradient + self._residuals[name]
+            encoded = quantise.encode(gradient, config.quantise)
+            ours |= {f"{kind}/{name}": tensor.clone() for kind, tensor in encoded.items()}
+            if config.error_feedback:
+                width = part.shape[-1] if part.ndim else 1
+                self._residuals[name] = gradient - quantise.decode(encoded, config.quantise, width)
+        if not self._compare or config.group not in self._rounds.members(number):
+            return
+        sent, self.compared = self._rounds.offer(number, config.group), self.compared + 1
+        different = [name for name, tensor in ours.items() if not torch.equal(tensor, sent[name])]
+        if different:
+            self._rounds.problems.append(f"group {config.group} sent another {different[0]} after step {step} in round "
+                                         f"{number} than the replay")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        held = self._residuals if self._config.error_feedback else {}
+        return {f"residual/{name}": tensor for name, tensor in held.items()}
 
     def state(self) -> list[dict[str, Any]]:
         return []

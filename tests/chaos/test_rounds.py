@@ -17,7 +17,7 @@ from tidewheel.cluster.faults import flip_byte
 from tidewheel.storage import store
 from tidewheel.train.config import TrainConfig
 
-QUANTISED = {"quantise": "int8", "keep": 3}
+QUANTISED = {"quantise": "int4", "error_feedback": True, "keep": 3}
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,9 @@ STREAMING = {"every": 4, "fragments": 2, "overlap": 1, "merge": 0.25, "quantise"
 
 
 @pytest.mark.parametrize(("outer", "save", "dies"), [
-    ({"every": 3}, 2, (1, 3, 5, 7)), ({"every": 3}, 5, (4, 7)), (STREAMING, 2, (1, 3, 5, 7)), (STREAMING, 5, (4, 7))])
+    ({"every": 3}, 2, (1, 3, 5, 7)), ({"every": 3}, 5, (4, 7)), (STREAMING, 2, (1, 3, 5, 7)), (STREAMING, 5, (4, 7)),
+    ({"every": 3, "quantise": "int4", "error_feedback": True}, 2, (1, 3, 5, 7)),
+    ({**STREAMING, "error_feedback": True}, 5, (4, 7))])
 def test_a_worker_that_repeats_steps_takes_the_same_outcomes(folder: Path, outer: dict[str, Any], save: int,
                                                              dies: tuple[int, ...]):
     """The worker dies before rounds and behind them, after checkpoints and with rounds since the last one."""
@@ -288,6 +290,7 @@ def test_settings_that_cannot_work_name_the_nearest_that_can():
     refused(r"(?s)every_step.*did you mean.*every", every_step=4)
     refused(r"parallel\.tensor 2.*nearest legal choice: parallel\.tensor 1", "parallel.tensor=2",
             "elastic.max_workers=2")
+    refused(r"error_feedback with quantise fp32.*nearest legal choice: bf16", error_feedback=True)
     refused(r"overlap 50.*nearest legal choice: overlap 49", overlap=50)
     refused(r"(?s)rolls back.*nearest legal choice: skip", "guards.spike=rollback")
     refused(r"nearest legal choice: offload false", "parallel.offload=true")
