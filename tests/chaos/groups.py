@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from tests.chaos.events import EVENTS, kill_driver, send, usual
+from tests.chaos.events import EVENTS, REPLACED_SECONDS, kill_driver, later, replaced_if_gone, send, usual
 from tests.chaos.replay import replay
 from tests.chaos.rounds import Rounds, Witness
 from tests.chaos.training import OTHER_WORK, Chaos, EventRecord, consequences, disturb, examine
@@ -66,8 +66,12 @@ def kill_group(world: World, rng: random.Random) -> str:
 
 
 def stop_group(world: World, rng: random.Random) -> str:
-    """Stop all processes of all nodes and the driver, which then go on as if nothing had been."""
-    pids = [pid for node in world.cluster.nodes for pid in world.cluster.processes(node)]
+    """Stop all processes of all nodes and the driver, which then go on as if nothing had been.
+
+    Ray gives some nodes up meanwhile, in whose places new ones come.
+    """
+    nodes = world.cluster.nodes
+    pids = [pid for node in nodes for pid in world.cluster.processes(node)]
     if (driver := world.driver_pid) is not None:
         pids.append(driver)
     for pid in pids:
@@ -75,6 +79,7 @@ def stop_group(world: World, rng: random.Random) -> str:
     time.sleep(STOPPED_SECONDS)
     for pid in pids:
         send(pid, signal.SIGCONT)
+    later(REPLACED_SECONDS, lambda: [replaced_if_gone(world, node) for node in nodes])
     return f"{len(pids)} processes for {STOPPED_SECONDS:g} s"
 
 
