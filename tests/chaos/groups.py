@@ -42,7 +42,7 @@ from tests.chaos.world import World, disturbed_run, prepare, settings
 from tests.unit.outer.groups import train_together
 from tidewheel.checkpoint.digest import digest
 from tidewheel.console import print_table
-from tidewheel.errors import TidewheelError
+from tidewheel.errors import ClusterError, TidewheelError
 from tidewheel.train.config import TrainConfig
 
 EVERY, KEEP = 10, 8
@@ -71,7 +71,10 @@ def stop_group(world: World, rng: random.Random) -> str:
     Ray gives some nodes up meanwhile, in whose places new ones come.
     """
     nodes = world.cluster.nodes
-    pids = [pid for node in nodes for pid in world.cluster.processes(node)]
+    pids: list[int] = []
+    for node in nodes:
+        with contextlib.suppress(ClusterError):  # an earlier event has just removed it
+            pids += world.cluster.processes(node)
     if (driver := world.driver_pid) is not None:
         pids.append(driver)
     for pid in pids:
