@@ -1,10 +1,11 @@
 """Groups of a DiLoCo run, each an elastic run on a local cluster of its own, under random events.
 
     python -m tests.chaos.groups --minutes 10 --seed 1 [--groups 2] [--nodes 2] [--reproducible] [--patience 4]
-        [--set outer.quantise=int8]
+        [--set outer.quantise=int8] [--local]
 
 Each group has its own events, those of `tests/chaos/events.py` and two more: the whole group is killed and starts again
-15 to 30 s later, or all its processes stop for 10 s. A store that is away is away for one group.
+15 to 30 s later, or all its processes stop for 10 s. A store that is away is away for one group. With `--local` each
+group is one process without a cluster, which is killed, also during saves and right after a decision, or stopped.
 
 By default no group runs out of patience, so all groups are in every round, whatever happens. With `--patience`, a group
 waits only for so many seconds, and rounds are decided without groups that are late. The exit code is 1 unless
@@ -35,6 +36,7 @@ from pathlib import Path
 import torch
 
 from tests.chaos.events import EVENTS, REPLACED_SECONDS, kill_driver, later, replaced_if_gone, send, usual
+from tests.chaos.local_world import kill_driver_around_a_round, kill_driver_during_save, local_run
 from tests.chaos.replay import replay
 from tests.chaos.rounds import Rounds, Witness
 from tests.chaos.training import OTHER_WORK, Chaos, EventRecord, consequences, disturb, examine
@@ -86,7 +88,11 @@ def stop_group(world: World, rng: random.Random) -> str:
     return f"{len(pids)} processes for {STOPPED_SECONDS:g} s"
 
 
-GROUP_EVENTS = {**EVENTS, "kill_group": kill_group, "stop_group": stop_group}
+LOCAL = {function.__name__: function for function in (kill_group, stop_group, kill_driver_during_save,
+                                                      kill_driver_around_a_round)}
+GROUP_EVENTS = {**EVENTS, **LOCAL}
+OF_ONE_PROCESS = (*LOCAL, "kill_driver", "storage_away", "storage_silent", "second_driver")
+"""Events that need no cluster."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,8 @@ def configs(folder: Path, name: str, groups: int, nodes: int, steps: int, more: 
 
 
 def disturbed(folder: Path, runs: list[TrainConfig], *, nodes: int, seconds: float, seed: int, kinds: list[str],
-              gap: tuple[float, float], step_seconds: float, count: int) -> tuple[list[World], list[list[EventRecord]]]:
+              gap: tuple[float, float], step_seconds: float, count: int,
+              local: bool) -> tuple[list[World], list[list[EventRecord]]]:
     """Run all groups to the end under events, and return their worlds and events."""
     hurry = folder / "hurry"
     with contextlib.ExitStack() as stack:
@@ -122,12 +129,14 @@ def disturbed(folder: Path, runs: list[TrainConfig], *, nodes: int, seconds: flo
         for config in runs:
             own = folder / config.run.id
             own.mkdir(parents=True, exist_ok=True)
-            worlds.append(stack.enter_context(disturbed_run(own, config, nodes=nodes, step_seconds=step_seconds,
-                                                            CHAOS_HURRY=str(hurry))))
+            started = (local_run(own, config, step_seconds=step_seconds, CHAOS_HURRY=str(hurry)) if local else
+                       disturbed_run(own, config, nodes=nodes, step_seconds=step_seconds, CHAOS_HURRY=str(hurry)))
+            worlds.append(stack.enter_context(started))
+        usually = list(OF_ONE_PROCESS) if local else [*usual(runs[0]), "kill_group", "stop_group"]
         with ThreadPoolExecutor(len(worlds)) as pool:
             causing = [pool.submit(disturb, world, random.Random(f"{seed} {world.config.run.id}"),
-                                   kinds or [*usual(world.config), "kill_group", "stop_group"], seconds=seconds,
-                                   gap=gap, count=count, table=GROUP_EVENTS) for world in worlds]
+                                   kinds or usually, seconds=seconds, gap=gap, count=count, table=GROUP_EVENTS)
+                       for world in worlds]
             events = [future.result() for future in causing]
         if count:
             hurry.touch()
@@ -188,7 +197,7 @@ def outer_differences(runs: list[TrainConfig], undisturbed: list[TrainConfig]) -
 
 def run(folder: Path, *, seconds: float, seed: int, groups: int = 2, nodes: int = 2, kinds: list[str] | None = None,
         gap: tuple[float, float] = (15, 40), steps: int = 0, step_seconds: float = 0.1, reproducible: bool = False,
-        patience: float = 0.0, more: tuple[str, ...] = (), count: int = 0) -> Outcome:
+        patience: float = 0.0, more: tuple[str, ...] = (), count: int = 0, local: bool = False) -> Outcome:
     """Run the groups and what they are compared with, print the tables, and return the outcome.
 
     Args:
@@ -205,6 +214,7 @@ def run(folder: Path, *, seconds: float, seed: int, groups: int = 2, nodes: int 
         patience: seconds that a group waits for the others; 0: as long as it takes.
         more: further settings.
         count: number of events of each group after which the steps take only their own work; 0: no limit.
+        local: each group is one process without a cluster.
     """
     torch.set_num_threads(1)
     prepare(folder)
@@ -219,13 +229,13 @@ def run(folder: Path, *, seconds: float, seed: int, groups: int = 2, nodes: int 
     began = time.time()
     with Witness(outer, folder / "record") as witness:
         worlds, events = disturbed(folder, runs, nodes=nodes, seconds=seconds, seed=seed, kinds=kinds or [], gap=gap,
-                                   step_seconds=step_seconds, count=count)
+                                   step_seconds=step_seconds, count=count, local=local)
     for world, caused in zip(worlds, events, strict=True):
         print_table(consequences(world, caused), title=f"seed {seed}, {world.config.run.id}: {len(caused)} events")
     fragments = examine_rounds(folder, runs, witness)
     if patience and all(world.finished for world in worlds):
         replayed(folder, worlds, fragments[0], undisturbed)
-    outcomes = [examine(world, caused, time.time() - began, reference)
+    outcomes = [examine(world, caused, time.time() - began, reference, clocked=not local)
                 for world, caused, reference in zip(worlds, events, undisturbed, strict=True)]
     problems = [f"{world.config.run.id}: {problem}" for world, outcome in zip(worlds, outcomes, strict=True)
                 for problem in outcome.problems]
@@ -260,6 +270,7 @@ def main() -> int:
                         help="seconds that a group waits for the others in a round; 0: as long as it takes")
     parser.add_argument("--count", type=int, default=0, help="end after this number of events of each group")
     parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--local", action="store_true", help="each group is one process without a cluster")
     parser.add_argument("--set", action="append", default=[], help="a setting of all groups: outer.quantise=int8")
     parser.add_argument("--keep", default="", help="folder in which to keep the runs, for `tidewheel report`")
     arguments = parser.parse_args()
@@ -272,7 +283,7 @@ def main() -> int:
                       nodes=arguments.nodes, kinds=[kind for kind in arguments.events.split(",") if kind],
                       gap=tuple(arguments.gap), steps=arguments.steps, step_seconds=arguments.step_seconds,
                       reproducible=arguments.reproducible, patience=arguments.patience, more=tuple(arguments.set),
-                      count=arguments.count)
+                      count=arguments.count, local=arguments.local)
     finally:
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -249,22 +249,40 @@ def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_nod
                   step_seconds: float = 0.0, program: str = "tests.chaos.driver",
                   **environment: str) -> Iterator[World]:
     """Start a cluster with a run on it; both end with the block."""
+    with faults(folder, step_seconds, **environment), LocalCluster(nodes=nodes, cpus_per_node=cpus_per_node) as cluster:
+        with supervised(World(cluster, config, folder, dict(os.environ), program=program)) as world:
+            yield world
+
+
+@contextlib.contextmanager
+def supervised(world: World) -> Iterator[World]:
+    """Start the run's driver again whenever it ends too early; the last one ends with the block."""
+    thread = threading.Thread(target=world.supervise, name="driver", daemon=True)
+    thread.start()
+    try:
+        yield world
+    finally:
+        world.close()
+        thread.join(timeout=30)
+
+
+@contextlib.contextmanager
+def faults(folder: Path, step_seconds: float, **environment: str) -> Iterator[None]:
+    """Set the environment variables of `tests.chaos.driver`, which processes that start in the block inherit.
+
+    Args:
+        folder: holds the files that request faults.
+        step_seconds: added to each step.
+        environment: further variables.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     added = {"CHAOS_STEP_SECONDS": str(step_seconds), "CHAOS_STORAGE_AWAY": str(folder / "storage-away"),
              "CHAOS_STORAGE_SILENT": str(folder / "storage-silent"),
              "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "platform"), str(REPOSITORY)]), **environment}
     before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)  # the cluster's processes inherit the environment when it starts
+    os.environ.update(added)
     try:
-        with LocalCluster(nodes=nodes, cpus_per_node=cpus_per_node) as cluster:
-            world = World(cluster, config, folder, dict(os.environ), program=program)
-            thread = threading.Thread(target=world.supervise, name="driver", daemon=True)
-            thread.start()
-            try:
-                yield world
-            finally:
-                world.close()
-                thread.join(timeout=30)
+        yield
     finally:
         for name, value in before.items():
             if value is None:
