@@ -138,7 +138,7 @@ class World:
         alive = self._process is not None and self._process.poll() is None
         return self._process.pid if self._process is not None and alive else None
 
-    def second_driver(self, *overrides: str, seconds: float = 90.0) -> tuple[int | None, str]:
+    def second_driver(self, *overrides: str, seconds: float = 600.0) -> tuple[int | None, str]:
         """Start another driver of the run and return its exit code and stderr. Kill it after `seconds`."""
         file = self.folder / "second.yaml"
         values = build(TrainConfig, self.config.canonical(), overrides).canonical()

@@ -229,16 +229,15 @@ class Exchange(OuterExchange):
             return asked
         waited = time.monotonic() - began
         self._wait_began = None
-        member = self._config.group in members_of(decision)
-        if member and (newest := fragment.newest()) > round_:  # this group was away, and the others have gone on
-            self._take(fragment, step, newest, settle)
-        elif member:
+        newest = fragment.newest()  # a later one if this group was away and the others have gone on
+        member = self._config.group in members_of(decision) and newest == round_
+        if member:
             self._advance(fragment, decision)
             self._take(fragment, step, round_, settle)
             if int(decision["by"]) == self._config.group:
                 self._background.start(partial(self._commit, fragment, decision))
         else:
-            self._take(fragment, step, fragment.newest(), settle)
+            self._take(fragment, step, newest, settle)
         if step >= self._steps:
             self._background.join()
         sent, read, state = (int(value) for value in self._bytes(fragment))
