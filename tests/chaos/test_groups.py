@@ -22,3 +22,11 @@ def test_disturbed_groups_have_the_result_that_the_rounds_say(tmp_path: Path, pa
         assert {event.kind for event in group.happened} == set(KINDS)
     assert outcome.rounds
     assert (outcome.complete == outcome.rounds) == (patience == 0)
+
+
+def test_groups_of_one_process_have_the_result_that_the_rounds_say(tmp_path: Path):
+    """The same without a cluster: both groups die with their only process, one of them right after a decision."""
+    outcome = run(tmp_path, seconds=600, seed=5, kinds=["kill_group", "kill_driver_around_a_round"], gap=(1, 3),
+                  steps=80, step_seconds=0.3, count=2, reproducible=True, patience=3, local=True)
+    assert not outcome.problems, "\n".join(outcome.problems)
+    assert [len(group.happened) for group in outcome.groups] == [2, 2]
