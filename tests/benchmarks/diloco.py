@@ -7,10 +7,13 @@ tokens in as many steps: one run with batches of 4 rows, 2 groups with 2 rows ea
 train in threads of this process, except for the row in which one is killed: there each is a process of its own, and
 one gets SIGKILL and starts again after the other has decided a round without it.
 
-Outer gradients are sent in int4, unless a row says otherwise. Bytes are those of one group per step and parameter: what
-it writes to storage for the others, and what it reads of theirs, from the runs' own metrics. Outer states, which the
-groups commit besides, are in a column of their own. They are compared with the fp32 gradients that a ring all-reduce
-among as many groups sends in each step, 2 (groups - 1) / groups x 4 bytes (and receives as many).
+Outer gradients are sent in int4, unless a row says otherwise. "error feedback" adds what the rounding leaves out to the
+next outer gradient; the row "2 groups" is the same without it. Post-local SGD is one run for half of the steps, from
+which groups branch off with its weights and optimizer; the gradients of that half count as sent by a ring all-reduce.
+Bytes are those of one group per step and parameter: what it writes to storage for the others, and what it reads of
+theirs, from the runs' own metrics. Outer states, which the groups commit besides, are in a column of their own. They
+are compared with the fp32 gradients that a ring all-reduce among as many groups sends in each step, 2 (groups - 1) /
+groups x 4 bytes (and receives as many).
 
 A run that is in the output folder is not trained again. The exit code is 1 if a row sends less than 100 times fewer
 bytes, if its loss is more than `REACH` above that of the run without groups, or if the killed group did not come back.
@@ -33,11 +36,9 @@ from tests.unit.outer.groups import kill_one_on_the_way, train_together
 from tidewheel import jsonlog, storage
 from tidewheel.config import build
 from tidewheel.console import print_table
-from tidewheel.outer.exchange import Exchange
+from tidewheel.elastic.trainer import fit_local
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.loop import train
 from tidewheel.train.record import read_result
-from tidewheel.train.runtime import Runtime
 
 ROWS = 4
 """Rows of a step of all groups together."""
@@ -60,6 +61,8 @@ class Row:
     """Initial values; 0: those of the command line."""
     killed: bool = False
     """Whether group 1 is killed on the way."""
+    together: float = 0.0
+    """Share of the steps that are those of the one run; its groups branch off then."""
     checked: bool = True
     """Whether its loss must be near that of one run."""
 
@@ -67,8 +70,11 @@ class Row:
 SHORT = {"quantise": "int4", "momentum": 0.5}
 """Settings of a short run: with the paper's momentum of 0.9, each outer gradient counts 7 times in the end, too often
 while all groups still move in one direction. The row with 0.9 shows it."""
+ONE = Row("one run", 1)
 ROWS_OF_TABLE = [
-    Row("one run", 1), Row("2 groups", 2, SHORT), Row("4 groups", 4, SHORT),
+    ONE, Row("2 groups", 2, SHORT), Row("4 groups", 4, SHORT),
+    Row("2 groups, error feedback", 2, {**SHORT, "error_feedback": True}),
+    Row("one run, 2 groups from 50 % on (post-local SGD)", 2, {"learning_rate": 1, "momentum": 0}, together=0.5),
     Row("2 groups, 2 fragments, overlap 2", 2, {**SHORT, "fragments": 2, "overlap": 2}, seeds=1),
     Row("2 groups, one killed at 40 %", 2, {**SHORT, "patience_seconds": PATIENCE}, seeds=1, killed=True),
     Row("2 groups, weights averaged in fp32 (local SGD)", 2, {"learning_rate": 1, "momentum": 0}, seeds=1),
@@ -79,12 +85,14 @@ def config(folder: Path, data: str, row: Row, group: int, seed: int, steps: int,
     """Return the configuration of one group of a row, or of the one run."""
     base = families.settings(families.shapes()["llama"], "llama", data, str(folder), steps, seed)
     values = base.canonical()
-    name = "".join(letter if letter.isalnum() else "-" for letter in row.name)
-    place = folder / f"runs-{steps}-{every}" / f"{name}-{seed}"
+    place = _place(folder, row, seed, steps, every)
     values["run"] = {"id": f"group{group}", "uri": str(place)}
+    if row.together:
+        parent = _place(folder, ONE, seed, steps, every) / "group0"
+        values["run"]["branch"] = f"{parent}@{round(row.together * steps / every) * every}"
     sequences = ROWS // row.groups
     values["batch"] |= {"global_sequences": sequences, "micro_sequences": sequences}
-    values["checkpoint"] = {"every_steps": every}
+    values["checkpoint"] = {"every_steps": every, "keep_last": 1 + steps // every if row is ONE else 3}
     values["metrics"] = {"every_steps": 10}
     if row.groups > 1:
         values["outer"] = {"groups": row.groups, "group": group, "every": every, "store": str(place / "outer"),
@@ -92,10 +100,15 @@ def config(folder: Path, data: str, row: Row, group: int, seed: int, steps: int,
     return build(TrainConfig, {key: value for key, value in values.items() if value is not None})
 
 
+def _place(folder: Path, row: Row, seed: int, steps: int, every: int) -> Path:
+    name = "".join(letter if letter.isalnum() else "-" for letter in row.name)
+    return folder / f"runs-{steps}-{every}" / f"{name}-{seed}"
+
+
 def train_unless_complete(settings: TrainConfig) -> None:
     """Train a group in this process."""
     if read_result(storage.store(settings.run_uri)) is None:
-        train(settings, Runtime(outer=Exchange))
+        fit_local(settings)
 
 
 def with_a_kill(configs: list[TrainConfig], folder: Path) -> None:
@@ -177,12 +190,13 @@ def main() -> int:
         ring = 2 * (row.groups - 1) / row.groups * 4
         sent, received, states = (statistics.mean(getattr(each, name) for each in found)
                                   for name in ("sent", "received", "states"))
+        sent, received = sent + row.together * ring, received + row.together * ring
         table.append({**line, "rounds": f"{found[0].rounds}, all in {found[0].complete}", "sent": f"{sent:.4f}",
                       "received": f"{received:.4f}", "all-reduce": f"{ring:g}", "times fewer": f"{ring / sent:,.0f}",
                       "states": f"{states:.4f}", "waited, s": f"{found[0].waited:.1f}"})
         if row.checked and loss > base + REACH:
             wrong.append(f"{row.name}: loss {loss:.3f}, {loss - base:.3f} above one run")
-        if ring / sent < FEWER and row.outer.get("quantise"):
+        if ring / sent < FEWER and row.outer.get("quantise") and not row.together:
             wrong.append(f"{row.name}: {ring / sent:.0f} times fewer bytes")
         if row.killed and not 0 < found[0].complete < found[0].rounds:
             wrong.append(f"{row.name}: {found[0].complete} of {found[0].rounds} rounds had all groups")

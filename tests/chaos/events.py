@@ -73,7 +73,7 @@ def freeze_node(world: World, rng: random.Random) -> str:
         send(pid, signal.SIGSTOP)
     if rng.random() < 0.5:
         later(20, lambda: [send(pid, signal.SIGCONT) for pid in pids])
-        later(20 + REPLACED_SECONDS, lambda: _replaced_if_gone(world, node))
+        later(20 + REPLACED_SECONDS, lambda: replaced_if_gone(world, node))
         return f"node {node.node_id[:8]}, back after 20 s"
     later(20, lambda: _lose(world, node))
     return f"node {node.node_id[:8]}, gone after 20 s"
@@ -315,7 +315,7 @@ def _lose(world: World, node: NodeHandle, *, replace: bool = True) -> str:
     return f"node {node.node_id[:8]}"
 
 
-def _replaced_if_gone(world: World, node: NodeHandle) -> None:
+def replaced_if_gone(world: World, node: NodeHandle) -> None:
     """Add a node if Ray has given this one up, whose raylet then ends by itself."""
     if not send(node.pid, 0):
         with contextlib.suppress(ClusterError):

@@ -29,6 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ import torch
 
 from tests.benchmarks.equivalence import weights
 from tests.chaos import peer
-from tests.chaos.events import EVENTS, usual
+from tests.chaos.events import EVENTS, Event, usual
 from tests.chaos.fine_tuning import TASKS, overrides
 from tests.chaos.world import World, disturbed_run, settings
 from tidewheel import jsonlog
@@ -80,10 +81,19 @@ class Chaos:
 
 
 def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: float, gap: tuple[float, float],
-            count: int = 0) -> list[EventRecord]:
+            count: int = 0, table: Mapping[str, Event] = EVENTS) -> list[EventRecord]:
     """Cause events until the run is over and, with a count of 0, `seconds` have passed, otherwise `count` events.
 
     No kind repeats before all have occurred. Of counted events, each waits until the run trains after the one before.
+
+    Args:
+        world: the cluster and the run.
+        rng: chooses events and pauses.
+        kinds: names of events.
+        seconds: see above.
+        gap: least and most seconds between two events.
+        count: see above.
+        table: all events by name.
     """
     events: list[EventRecord] = []
     patience = PATIENCE if count else 120.0
@@ -98,14 +108,24 @@ def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: floa
             before = world.step
             world.wait_for(lambda: world.step > before and bool(world.trainers()), patience)  # noqa: B023
         at, step = time.time(), world.step
-        events.append(EventRecord(at, step, kind, EVENTS[kind](world, rng)))
-        print(f"{at - world.drivers[0].began:7.1f} s  step {step:<6} {kind}: {events[-1].detail}", flush=True)
+        events.append(EventRecord(at, step, kind, table[kind](world, rng)))
+        print(f"{at - world.drivers[0].began:7.1f} s  {world.config.run.id} step {step:<6} {kind}: "
+              f"{events[-1].detail}", flush=True)
         world.over.wait(timeout=rng.uniform(*gap))
     return events
 
 
-def examine(world: World, events: list[EventRecord], seconds: float, reference: TrainConfig) -> Chaos:
-    """Compare the run with its promises."""
+def examine(world: World, events: list[EventRecord], seconds: float, reference: TrainConfig, *,
+            clocked: bool = True) -> Chaos:
+    """Compare the run with its promises.
+
+    Args:
+        world: the run.
+        events: what happened to it.
+        seconds: it took.
+        reference: the undisturbed run.
+        clocked: whether the ledger's generations must sum to the lifetime of the drivers.
+    """
     problems = []
     if not world.finished:
         problems.append(f"not finished: step {world.step} of {world.config.steps}")
@@ -116,7 +136,7 @@ def examine(world: World, events: list[EventRecord], seconds: float, reference: 
     if not audited.ok or audited.steps != world.config.steps:
         problems.append(f"audit: {audited.summary()}")
     summary = summarise(jsonlog.read(world.run_store, "ledger.jsonl"), jsonlog.read(world.run_store, "events.jsonl"))
-    problems += ledger_problems(summary, driver_seconds(world))
+    problems += ledger_problems(summary, driver_seconds(world) if clocked else summary.wall_seconds)
     problems += world.problems
     if world.finished:
         problems += differences(world.config, reference)

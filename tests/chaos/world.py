@@ -84,6 +84,8 @@ class World:
     """Module of the driver."""
     problems: list[str] = field(default_factory=list)
     """Problems that events found."""
+    held: threading.Event = field(default_factory=threading.Event)
+    """While it is set, no driver is started."""
     _process: subprocess.Popen[str] | None = None
 
     @property
@@ -102,6 +104,9 @@ class World:
         file = self.folder / f"{self.config.run.id}.yaml"
         file.write_text(json.dumps(self.config.canonical()))  # JSON is YAML
         while not self.finished and not self.closing:
+            if self.held.is_set():
+                time.sleep(0.05)
+                continue
             driver = Driver(time.time())
             errors = open(self.folder / f"driver-{len(self.drivers)}.err", "w+")  # noqa: SIM115
             self._process = subprocess.Popen(
@@ -152,7 +157,13 @@ class World:
                 found.append(process.pid)
         return found
 
-    def second_driver(self, *overrides: str, seconds: float = 90.0) -> tuple[int | None, str]:
+    @property
+    def driver_pid(self) -> int | None:
+        """Process id of the driver, None if it does not run."""
+        alive = self._process is not None and self._process.poll() is None
+        return self._process.pid if self._process is not None and alive else None
+
+    def second_driver(self, *overrides: str, seconds: float = 600.0) -> tuple[int | None, str]:
         """Start another driver of the run and return its exit code and stderr. Kill it after `seconds`."""
         file = self.folder / "second.yaml"
         values = build(TrainConfig, self.config.canonical(), overrides).canonical()
@@ -263,23 +274,41 @@ def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_nod
                   step_seconds: float = 0.0, program: str = "tests.chaos.driver",
                   **environment: str) -> Iterator[World]:
     """Start a cluster with a run on it; both end with the block."""
+    with faults(folder, step_seconds, **environment), LocalCluster(nodes=nodes, cpus_per_node=cpus_per_node) as cluster:
+        with supervised(World(cluster, config, folder, dict(os.environ), program=program)) as world:
+            yield world
+
+
+@contextlib.contextmanager
+def supervised(world: World) -> Iterator[World]:
+    """Start the run's driver again whenever it ends too early; the last one ends with the block."""
+    thread = threading.Thread(target=world.supervise, name="driver", daemon=True)
+    thread.start()
+    try:
+        yield world
+    finally:
+        world.close()
+        thread.join(timeout=30)
+
+
+@contextlib.contextmanager
+def faults(folder: Path, step_seconds: float, **environment: str) -> Iterator[None]:
+    """Set the environment variables of `tests.chaos.driver`, which processes that start in the block inherit.
+
+    Args:
+        folder: holds the files that request faults.
+        step_seconds: added to each step.
+        environment: further variables.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     added = {"CHAOS_STEP_SECONDS": str(step_seconds), "CHAOS_STORAGE_AWAY": str(folder / "storage-away"),
              "CHAOS_STORAGE_SILENT": str(folder / "storage-silent"), "CHAOS_NETWORK": str(folder / "network"),
              "CHAOS_SLOW": str(folder / "slow"),
              "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "platform"), str(REPOSITORY)]), **environment}
     before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)  # the cluster's processes inherit the environment when it starts
+    os.environ.update(added)
     try:
-        with LocalCluster(nodes=nodes, cpus_per_node=cpus_per_node) as cluster:
-            world = World(cluster, config, folder, dict(os.environ), program=program)
-            thread = threading.Thread(target=world.supervise, name="driver", daemon=True)
-            thread.start()
-            try:
-                yield world
-            finally:
-                world.close()
-                thread.join(timeout=30)
+        yield
     finally:
         for name, value in before.items():
             if value is None:

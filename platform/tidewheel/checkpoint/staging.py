@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tidewheel.checkpoint.tensor_entry import DTYPES
 from tidewheel.errors import CheckpointError
 from tidewheel.train.memory import scratch_file
-from tidewheel.train.runtime import AVERAGE
+from tidewheel.train.runtime import AVERAGE, OUTER
 
 
 def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -42,13 +42,14 @@ def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def without_absent(flat: dict[str, torch.Tensor], held: Container[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors without those averages of the parameters that a checkpoint does not hold.
+    """Return the tensors without those averages and residuals of outer gradients that a checkpoint does not hold.
 
     Args:
         flat: tensors by path, see `flatten`.
         held: paths of the checkpoint's tensors.
     """
-    return {path: tensor for path, tensor in flat.items() if not path.startswith(f"{AVERAGE}/") or path in held}
+    optional = (f"{AVERAGE}/", f"{OUTER}/")
+    return {path: tensor for path, tensor in flat.items() if not path.startswith(optional) or path in held}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

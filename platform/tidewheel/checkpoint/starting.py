@@ -10,7 +10,7 @@ from tidewheel.ownership import CHECKPOINTS
 from tidewheel.shards.columns import SHOWN
 from tidewheel.storage import store
 from tidewheel.train import checks, starts
-from tidewheel.train.branching import Branch, read_parent
+from tidewheel.train.branching import Branch, divides, read_parent
 from tidewheel.train.preferences.objective import ReferenceObjective
 from tidewheel.train.run import Run
 from tidewheel.train.teacher_config import live_teacher
@@ -72,7 +72,11 @@ def _check_branch(run: Run) -> None:
         raise ConfigError(f"the branch begins after step {branch.step:,}, but steps is {config.steps:,}",
                           where="steps", fix=f"give more than {branch.step:,}: steps counts those of the parent too")
     changes = starts.changed(starts.last_settings(parent), starts.settings_of(config), reproducible=False)
-    refused = [change for change in changes if change.refused and not change.key.startswith("run.")]
+    sequences = {"global_sequences": parent["config"]["batch"]["global_sequences"],
+                 "share": parent["config"].get("outer")}
+    free = ("batch.global_sequences",) if divides(sequences, config) else ()
+    refused = [change for change in changes
+               if change.refused and not change.key.startswith("run.") and change.key not in free]
     if refused:
         reasons = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}"
                             for change in refused)

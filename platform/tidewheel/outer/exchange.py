@@ -131,11 +131,15 @@ class Exchange(OuterExchange):
             self._announce(fragment, step)
 
     def _is_behind(self, fragment: Fragment, newest: int) -> bool:
-        """Return whether other groups have gone on without this one, so that its weights no longer serve."""
+        """Return whether other groups have gone on without this one, so that its weights no longer serve.
+
+        They serve up to the steps that this group has sent in the next round, however far the others are: the outcome
+        that follows includes these steps, which would count twice if they were done again from it.
+        """
         own = fragment.progress.round
-        if newest != own + 1:
-            return newest > own
-        decision = fragment.decision(newest)
+        if newest <= own:
+            return False
+        decision = fragment.decision(own + 1)
         return decision is None or self._config.group not in members_of(decision)
 
     def _look_for_replay(self, fragment: Fragment) -> None:
@@ -152,7 +156,7 @@ class Exchange(OuterExchange):
         for fragment in self._fragments:
             progress, ends = fragment.progress, step >= self._steps
             if fragment.replay is not None:
-                due = step >= int(fragment.replay["step"])
+                due = step >= int(fragment.replay["step"]) or self._rounds_again(fragment, step)
             elif progress.sent >= 0:
                 due = ends or step >= progress.sent + self._config.overlap
             else:
@@ -165,15 +169,34 @@ class Exchange(OuterExchange):
         self._background.join()
         fragment = self._due(step)
         assert fragment is not None, "is_due says when"
-        if fragment.replay is not None:
+        if fragment.replay is not None and self._rounds_again(fragment, step):
+            self._round_again(fragment, step, settle)
+        elif fragment.replay is not None:
             self._take(fragment, step, int(fragment.replay["round"]), settle)
         elif fragment.progress.sent >= 0:
             return self._end_round(fragment, step, ask, settle)
-        elif not self._send(fragment, step):
+        elif not self._send(fragment, step, settle):
             self._take(fragment, step, fragment.newest(), settle)
         return 0
 
-    def _send(self, fragment: Fragment, step: int) -> bool:
+    def _rounds_again(self, fragment: Fragment, step: int) -> bool:
+        """Return whether this group published an outer gradient after this step before a failure, with residuals."""
+        replay = fragment.replay
+        return (replay is not None and bool(fragment.residuals) and fragment.progress.sent < 0
+                and 0 <= int(replay["sent"]) <= step)
+
+    def _round_again(self, fragment: Fragment, step: int, settle: Callable[[], None]) -> None:
+        """Set the residuals as the outer gradient left them that this group published before a failure."""
+        if fragment.residuals:
+            settle()
+            try:
+                fragment.load(fragment.progress.round)
+                fragment.encode(fragment.gradient())
+            except CheckpointError:  # the groups keep that outer state no longer
+                fragment.clear_residuals()
+        fragment.progress = replace(fragment.progress, sent=step)
+
+    def _send(self, fragment: Fragment, step: int, settle: Callable[[], None]) -> bool:
         """Publish the outer gradient; return False if this group was left out, or the gradient is not finite."""
         newest = fragment.newest()
         if self._is_behind(fragment, newest):
@@ -181,7 +204,7 @@ class Exchange(OuterExchange):
             return False
         if newest > fragment.progress.round or self._from_first(
                 lambda: fragment.meetings.has_offered(fragment.progress.round + 1)):
-            fragment.progress = replace(fragment.progress, sent=step)
+            self._round_again(fragment, step, settle)
             return True  # this group did so before a failure
         fragment.load(fragment.progress.round)
         gradient = fragment.gradient()
@@ -190,6 +213,8 @@ class Exchange(OuterExchange):
         if self._collectives.to_host(counts).item():
             self._event("outer_not_finite", step=step, round=fragment.progress.round + 1)
             return False
+        if fragment.residuals:
+            settle()
         fragment.prepare(gradient)
         fragment.progress = replace(fragment.progress, sent=step)
         self._background.start(fragment.publish)
@@ -204,14 +229,15 @@ class Exchange(OuterExchange):
             return asked
         waited = time.monotonic() - began
         self._wait_began = None
-        member = self._config.group in members_of(decision)
+        newest = fragment.newest()  # a later one if this group was away and the others have gone on
+        member = self._config.group in members_of(decision) and newest == round_
         if member:
             self._advance(fragment, decision)
             self._take(fragment, step, round_, settle)
             if int(decision["by"]) == self._config.group:
                 self._background.start(partial(self._commit, fragment, decision))
         else:
-            self._take(fragment, step, fragment.newest(), settle)
+            self._take(fragment, step, newest, settle)
         if step >= self._steps:
             self._background.join()
         sent, read, state = (int(value) for value in self._bytes(fragment))
@@ -296,6 +322,8 @@ class Exchange(OuterExchange):
                 base = local(fragment.base[name])
                 weight.copy_(base if not merge else base + (weight - base) * merge)
         self._model.refresh()
+        if sent < 0:  # the outer gradient that left the residuals does not count
+            fragment.clear_residuals()
         logger.info("goes on from the outer state of round %d after step %d", round_, step)
         last = sent if sent >= 0 else step
         interval = self._config.offset(self._fragments.index(fragment)) if noted["joins"] else self._config.every
@@ -331,6 +359,12 @@ class Exchange(OuterExchange):
         self._from_first(lambda: tell(next_round))
 
     # -- what the loop reads -------------------------------------------------------------------------
+    def tensors(self) -> dict[str, torch.Tensor]:
+        held: dict[str, torch.Tensor] = {}
+        for fragment in self._fragments:
+            held |= {f"residual/{name}": residual for name, residual in fragment.residuals.items()}
+        return held
+
     def state(self) -> list[dict[str, Any]]:
         self._background.join()  # a checkpoint that says that an outer gradient is published can rely on it
         return [asdict(fragment.progress) for fragment in self._fragments]

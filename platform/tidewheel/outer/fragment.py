@@ -84,6 +84,9 @@ class Fragment:
         self.base = {name: torch.zeros_like(weight).detach() for name, weight in self.named}
         momenta = self.named if self.config.momentum else ()
         self.momenta = {name: torch.zeros_like(weight).detach() for name, weight in momenta}
+        sent_rounded = self.named if self.config.error_feedback else ()
+        self.residuals = {name: torch.zeros_like(weight).detach() for name, weight in sent_rounded}
+        """What the number type of the outer gradients sent so far has rounded off, if it is added to the next one."""
 
     @property
     def read_bytes(self) -> int:
@@ -95,19 +98,39 @@ class Fragment:
     def gradient(self) -> list[torch.Tensor]:
         """Return this rank's part of the outer gradient: how far the weights have moved from the last outer state.
 
-        Where the outcome is the mean of the weights, it is the weights, so that no bit of them is lost.
+        With error feedback the residual is added. Where the outcome is the mean of the weights, it is the weights, so
+        that no bit of them is lost.
         """
         if self.config.averages_weights:
             return [weight.clone() for weight in self.weights]
-        return [local(self.base[name]) - weight for (name, _), weight in zip(self.named, self.weights)]
+        moved = [local(self.base[name]) - weight for (name, _), weight in zip(self.named, self.weights)]
+        if self.residuals:
+            torch._foreach_add_(moved, [local(residual) for residual in self.residuals.values()])
+        return moved
 
     def prepare(self, gradient: Sequence[torch.Tensor]) -> None:
         """Make an offer in the next round of an outer gradient; `publish` follows."""
         self.offered = {}
-        for (name, weight), part in zip(self.named, gradient):
+        for (name, weight), tensors in zip(self.named, self.encode(gradient)):
             shapes = quantise.shapes(weight.shape, self.config.quantise)
-            for kind, tensor in quantise.encode(part, self.config.quantise).items():
+            for kind, tensor in tensors.items():
                 self.offered[f"{kind}/{name}"] = placed_like(weight, tensor, shapes[kind][1])
+
+    @torch.no_grad()
+    def encode(self, gradient: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Return the tensors to send for an outer gradient, and set the residuals to what they leave out of it."""
+        kind = self.config.quantise
+        encoded = [quantise.encode(part, kind) for part in gradient]
+        for (name, weight), part, tensors in zip(self.named, gradient, encoded):
+            if name in self.residuals:
+                sent = quantise.decode(tensors, kind, weight.shape[-1] if weight.ndim else 1)
+                local(self.residuals[name]).copy_(part - sent)
+        return encoded
+
+    def clear_residuals(self) -> None:
+        """Forget what outer gradients have left out."""
+        for residual in self.residuals.values():
+            local(residual).zero_()
 
     def publish(self) -> None:
         """Publish the offer; a thread may do so while training goes on."""

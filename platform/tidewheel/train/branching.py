@@ -1,16 +1,21 @@
 """Branch a run: begin a new run with the whole state that another one had at a step. The other run is only read.
 
 `run.branch: RUN@STEP` names the parent. Model, optimizer, random states, guards, rollbacks and the position in the data
-are the parent's, so the branch takes the sequences that the parent would have taken next.
+are the parent's, so the branch takes the sequences that the parent would have taken next. Several branches may be the
+groups of a DiLoCo run, which take these sequences together (post-local SGD).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidewheel.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -66,3 +71,14 @@ def read_parent(branch: Branch) -> dict[str, Any]:
                           fix="name a run that has started, as RUN@STEP: its URI, or its id below run.uri")
     run: dict[str, Any] = store.read_json("run.json")
     return run
+
+
+def divides(parent: Mapping[str, Any], config: TrainConfig) -> bool:
+    """Return whether a branch is one of the groups that take, together, the batches of a parent without groups.
+
+    Args:
+        parent: `checks.identity` of the parent.
+        config: settings of the branch.
+    """
+    return (bool(config.run.branch) and config.outer is not None and parent.get("share") is None
+            and parent.get("global_sequences") == config.outer.groups * config.batch.global_sequences)

@@ -22,6 +22,7 @@ from tidewheel.storage import Store, store
 from tidewheel.train import objectives
 from tidewheel.train.answers import read_prompts
 from tidewheel.train.batch_size import BatchSizes
+from tidewheel.train.branching import divides
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.distillation.objective import TeacherObjective
 from tidewheel.train.parallel import legal
@@ -337,6 +338,8 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
         ConfigError: the two differ.
     """
     now = identity(config, source)
+    if divides(saved, config):
+        now |= {name: saved.get(name) for name in ("global_sequences", "share")}
     changed = [name for name in IDENTITY if name != "model" and saved.get(name) != now[name]]
     if not _same_model(saved.get("model"), config):
         changed.insert(0, "model")

@@ -42,6 +42,9 @@ class OuterConfig(Config):
     quantise: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     """Number type in which outer gradients are sent. int8 and int4 have a scale for each 128 and 64 values of a row;
     vectors, such as the weights of norms, are then sent in bf16."""
+    error_feedback: bool = False
+    """Add what `quantise` has rounded off to the next outer gradient. It takes the memory of the weights once more. A
+    group that is left out of a round drops it together with what it has learnt."""
     fragments: int = Field(default=1, ge=1)
     """Parts of the model that meet in rounds of their own, evenly spread over `every` steps, so that less is sent at a
     time (streaming DiLoCo, https://arxiv.org/abs/2501.18512). Layer i is in part i modulo `fragments`."""
@@ -62,6 +65,9 @@ class OuterConfig(Config):
         if self.group >= self.groups:
             raise ValueError(f"group {self.group} of {self.groups} groups, which count from 0; nearest legal choice: "
                              f"{self.groups - 1}")
+        if self.error_feedback and self.quantise == "fp32":
+            raise ValueError("error_feedback with quantise fp32, which rounds nothing off; nearest legal choice: bf16, "
+                             "int8 or int4")
         if self.fragments > self.every:
             raise ValueError(f"fragments {self.fragments} meet one after the other within every {self.every} steps; "
                              f"nearest legal choice: fragments {self.every}")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    import torch
+
     from tidewheel.train.training import Training
 
 
@@ -41,6 +43,9 @@ class OuterExchange(Protocol):
         Raises:
             StorageError: the store was unavailable for too long.
         """
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors for a checkpoint by path, which share the exchange's memory."""
 
     def state(self) -> list[dict[str, Any]]:
         """Return the JSON values for a checkpoint."""

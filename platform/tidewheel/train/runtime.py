@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 AVERAGE = "average"
 """Group of a state whose tensors a checkpoint may lack: the averages of the parameters (`train.averages`)."""
+OUTER = "outer"
+"""Group of a state whose tensors a checkpoint may lack: what outer gradients have left out (`train.outer_exchange`)."""
 COMPRESSION = "compression"
 """Group of a state that gradient compression keeps (`train.parallel.coded`)."""
 SUMMED = f"{COMPRESSION}/residual/"

@@ -33,7 +33,7 @@ from tidewheel.train.rates import Rates
 from tidewheel.train.record import RunRecord
 from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
-from tidewheel.train.runtime import AVERAGE, COMPRESSION, Runtime, read_again
+from tidewheel.train.runtime import AVERAGE, COMPRESSION, OUTER, Runtime, read_again
 from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Category, Timeline
 
@@ -145,7 +145,8 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Return the tensors of the model, the optimizer, the averages and the compression of gradients."""
-        others = {AVERAGE: self.averages.state(), COMPRESSION: self.model.compression_state()}
+        others = {AVERAGE: self.averages.state(), COMPRESSION: self.model.compression_state(),
+                  OUTER: {} if self.outer is None else self.outer.tensors()}
         return {**training_state(self.model, self.optimizer), **{name: held for name, held in others.items() if held}}
 
     def event(self, kind: str, **detail: Any) -> None:

@@ -126,7 +126,9 @@ STREAMING = {"every": 4, "fragments": 2, "overlap": 1, "merge": 0.25, "quantise"
 
 
 @pytest.mark.parametrize(("outer", "save", "dies"), [
-    ({"every": 3}, 2, (1, 3, 5, 7)), ({"every": 3}, 5, (4, 7)), (STREAMING, 2, (1, 3, 5, 7)), (STREAMING, 5, (4, 7))])
+    ({"every": 3}, 2, (1, 3, 5, 7)), ({"every": 3}, 5, (4, 7)), (STREAMING, 2, (1, 3, 5, 7)), (STREAMING, 5, (4, 7)),
+    ({"every": 3, "quantise": "int4", "error_feedback": True}, 2, (1, 3, 5, 7)),
+    ({**STREAMING, "error_feedback": True}, 5, (4, 7))])
 def test_a_worker_that_repeats_steps_takes_the_same_outcomes(folder: Path, outer: dict[str, Any], save: int,
                                                              dies: tuple[int, ...]):
     """The worker dies before rounds and behind them, after checkpoints and with rounds since the last one."""
@@ -163,6 +165,26 @@ def test_an_outcome_that_others_decide_meanwhile_comes_as_late_as_without_the_fa
     other.join()
     for disturbed, undisturbed in zip((dies, goes_on), calm):
         assert digest(disturbed.run_uri).state == digest(undisturbed.run_uri).state
+
+
+def test_steps_that_were_sent_before_a_failure_count_once(folder: Path):
+    """Group 1 sends steps 1 to 3, dies and goes on from step 2 while the other group has done two more rounds."""
+    outer = folder / "outer"
+    settings = [group(folder, number, 2, "checkpoint.every_steps=2", every=3, overlap=1, patience_seconds=patience)
+                for number, patience in enumerate((0.2, 300))]
+    gates = gate("g0", 8, outer / "takes/group_0001/00000001.json")
+    other = Thread(target=fit_local, args=(build(TrainConfig, settings[0].canonical(), [f"callbacks=[{gates}]"]),))
+    with pytest.raises(Replaced):
+        train_with(settings[1], 0, die=4)
+    other.start()
+    while not (outer / "decisions/00000002.json").exists():
+        time.sleep(0.01)
+    train_with(settings[1], 1)
+    other.join()
+    decisions = [json.loads((outer / f"decisions/{number:08d}.json").read_text()) for number in (1, 2)]
+    assert [[member["group"] for member in decision["members"]] for decision in decisions] == [[0, 1], [0]]
+    take = json.loads((outer / "takes/group_0001/00000001.json").read_text())
+    assert (take["step"], take["round"], take["sent"]) == (4, 2, -1), "step 3 is not done again from round 2"
 
 
 def test_no_group_leaves_before_the_round_that_covers_its_last_steps(folder: Path):
@@ -268,6 +290,7 @@ def test_settings_that_cannot_work_name_the_nearest_that_can():
     refused(r"(?s)every_step.*did you mean.*every", every_step=4)
     refused(r"parallel\.tensor 2.*nearest legal choice: parallel\.tensor 1", "parallel.tensor=2",
             "elastic.max_workers=2")
+    refused(r"error_feedback with quantise fp32.*nearest legal choice: bf16", error_feedback=True)
     refused(r"overlap 50.*nearest legal choice: overlap 49", overlap=50)
     refused(r"(?s)rolls back.*nearest legal choice: skip", "guards.spike=rollback")
     refused(r"nearest legal choice: offload false", "parallel.offload=true")
