@@ -85,6 +85,10 @@ class CheckpointConfig(Config):
     """Retry this long after a failed save, whatever the interval."""
     max_failed_saves: int = Field(default=20, ge=0)
     """End the run after this many failed saves in a row; 0: never."""
+    shared_reads: Literal["all", "node", "off"] = "all"
+    """How workers that load a checkpoint from storage share its reads. all: each byte is read once and sent to the
+    workers that need it. node: once for each node, for networks between nodes that are slower than storage. off: each
+    worker reads what it needs."""
     memory_tier: MemoryTierConfig = MemoryTierConfig()
     """The memory tier, above storage."""
 
