@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tidewheel import storage
@@ -78,6 +79,7 @@ class Coordinator:
         sizes: legal numbers of workers.
         epoch: epoch in which the driver owns the run; it determines the numbers of generations.
         memory_tier: keep a memory agent on every node that has workers; needs a Ray cluster.
+        local_disk: see `Agents`.
         log: run whose logs/ gets the log of this process, and of the agents; None to keep none.
         node: id of this process's node, for the log.
         tensor: ranks of a tensor-parallel group, which stay on one node if they can.
@@ -85,8 +87,8 @@ class Coordinator:
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
-                 epoch: int = 0, memory_tier: bool = False, log: LogTarget | None = None, node: str = "",
-                 tensor: int = 1, node_history: str = "") -> None:
+                 epoch: int = 0, memory_tier: bool = False, local_disk: tuple[Path, int] | None = None,
+                 log: LogTarget | None = None, node: str = "", tensor: int = 1, node_history: str = "") -> None:
         self._log = ProcessLog(log, "coordinator", node)
         elastic = elastic or ElasticConfig()
         first = first_generation(epoch)
@@ -128,7 +130,7 @@ class Coordinator:
         self._token = secrets.token_hex(16)
         self._needs_store = max(sizes) > 1
         self._store: Any = None
-        self._agents = AgentSupervisor(Agents(run_uri, log)) if memory_tier else None
+        self._agents = AgentSupervisor(Agents(run_uri, log, local_disk)) if memory_tier else None
         self._placements = PlacementOrders()
         self._past_of_generation = self._past
         self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when

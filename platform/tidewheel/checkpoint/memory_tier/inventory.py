@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tidewheel.checkpoint.memory_tier.protocol import Address, connect
 
+ORIGINS = ("own", "copy", "disk")
+"""Origins of copies, the one that is read first before the others."""
 ASK_SECONDS = 2.0
 """An agent that does not answer within this time is taken for dead: a dead process refuses at once, a frozen one would
 make everyone wait."""
@@ -23,7 +25,7 @@ class Copy:
     part: int
     """Its number at that agent."""
     origin: str
-    """"own" for a worker of that node; "copy" for a replica from another node."""
+    """"own" for a worker of that node; "copy" for a replica from another node; "disk" for a file of its local disk."""
     path: str
     """The slot's file on that node."""
     step: int
@@ -46,6 +48,8 @@ class Inventory:
     generation: int
     """The newest generation that has contacted any of them; -1: none."""
     run_token: str = field(repr=False)
+    damaged: tuple[str, ...] = ()
+    """What is wrong with files on local disks."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,14 @@ class Recoverable:
     generation: int
     world_size: int
     copies: tuple[tuple[Copy, ...], ...]
-    """By rank, that of the worker's own node first."""
+    """By rank, that of the worker's own node first, and those on disks last."""
     run_token: str = field(repr=False)
+
+    @property
+    def tier(self) -> Literal["memory", "disk"]:
+        """Where it is; "disk" if any part is on a local disk alone."""
+        in_memory = all(any(copy.origin != "disk" for copy in copies) for copies in self.copies)
+        return "memory" if in_memory else "disk"
 
 
 def inventory(agents: Iterable[Address], run_token: str, *, generation: int | None = None,
@@ -77,7 +87,8 @@ def inventory(agents: Iterable[Address], run_token: str, *, generation: int | No
     alive = {agent: answer for agent, answer in zip(asked, answers) if answer is not None}
     copies = tuple(Copy(agent=agent, **part) for agent, answer in alive.items() for part in answer["parts"])
     return Inventory(copies, tuple(alive), sum(answer["workers"] for answer in alive.values()),
-                     max((answer["generation"] for answer in alive.values()), default=-1), run_token)
+                     max((answer["generation"] for answer in alive.values()), default=-1), run_token,
+                     tuple(line for answer in alive.values() for line in answer["damaged"]))
 
 
 def ask(agent: Address, token: str, message: dict[str, Any], *, seconds: float = ASK_SECONDS) -> dict[str, Any] | None:
@@ -111,7 +122,7 @@ def candidates(holdings: Inventory) -> list[Recoverable]:
     for (generation, step), by_rank in sorted(by_step.items(), reverse=True):
         world_size = next(copy.world_size for copies in by_rank.values() for copy in copies)
         if set(by_rank) == set(range(world_size)):
-            copies = tuple(tuple(sorted(by_rank[rank], key=lambda copy: copy.origin != "own"))
+            copies = tuple(tuple(sorted(by_rank[rank], key=lambda copy: ORIGINS.index(copy.origin)))
                            for rank in range(world_size))
             complete.append(Recoverable(step, generation, world_size, copies, holdings.run_token))
     return complete

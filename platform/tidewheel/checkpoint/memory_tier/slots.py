@@ -29,6 +29,8 @@ BLOCK_BYTES = 1 << 20
 SLOTS_PER_WORKER = 3
 """A replica may lag one snapshot behind. So a lost worker leaves snapshot i or i - 1 while the others are between i and
 i + 1: they must keep i - 1 until i + 1 is complete."""
+MAX_SLOTS = SLOTS_PER_WORKER + 1
+"""With a local disk, one more: the slot that is being written to it keeps its content."""
 REPLICA_SLOTS = 2
 """Slots for the replicas of one worker: one is complete while the next arrives."""
 EXTRA_BYTES = 1 << 20
