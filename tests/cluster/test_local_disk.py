@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from tests.cluster.test_elastic import DRIVER, events, settings
-from tests.cluster.test_elastic import shards as shards  # noqa: PLC0414  a fixture
+from tests.cluster.test_elastic import shards as shards
 from tidewheel.checkpoint.digest import digest
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.local import LocalCluster

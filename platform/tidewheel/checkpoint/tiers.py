@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.holders import holders_of
 from tidewheel.checkpoint.memory_tier.interval import KeepInterval
+from tidewheel.checkpoint.memory_tier.inventory import ORIGINS
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, describe, inventory, load
+from tidewheel.checkpoint.staging import flatten
 from tidewheel.checkpoint.suspects import Suspects
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
@@ -202,9 +206,11 @@ class TieredCheckpoints:
         self._saved.wait()
         peers = self._saved.peers
         self._tier.rules = self._saved.rules(state)
+        self._tier.holders = holders_of(peers, flatten(state))
         for candidate in peers.from_first(lambda: self._candidates(usable)):
             try:
-                extra = load(candidate, state, process_group=peers.group, own_agent=self._placement.agents[self._rank])
+                extra = load(candidate, state, process_group=peers.group, own_agent=self._placement.agents[self._rank],
+                             on_read=partial(self._restored, candidate))
             except CheckpointError as error:
                 kind = "memory_refused" if candidate.tier == "memory" else "local_disk_refused"
                 self._event(kind, {"step": candidate.step, "reason": error.what})
@@ -229,6 +235,12 @@ class TieredCheckpoints:
         if usable is None:
             return newer
         return [state for state in newer if (extra := describe(state)) is None or usable(extra)]
+
+    def _restored(self, candidate: Recoverable, read: Mapping[str, int]) -> None:
+        """Report where a state came from: what the workers' own nodes kept, copies of it, or disks."""
+        self._event("restored", {"step": candidate.step, "tier": candidate.tier, "generation": candidate.generation,
+                                 "bytes": {origin: read[origin] for origin in ORIGINS if read.get(origin)},
+                                 "lost_parts": candidate.lost})
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         if self._rank == 0 and self._on_event is not None:

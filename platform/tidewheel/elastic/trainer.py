@@ -389,7 +389,7 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
                                           memory_tier=bool(config.checkpoint.memory_tier.every_steps),
                                           local_disk=disk and (Path(disk.folder), disk.limit_bytes),
                                           log=LogTarget.of(config), node=on_this_node.node_id,
-                                          tensor=config.parallel.tensor,
+                                          tensor=config.parallel.tensor, group=config.parallel.group,
                                           node_history=config.elastic.node_checks.history or config.run.uri)
         except ValueError:  # the name is taken
             if time.monotonic() > until:

@@ -84,6 +84,9 @@ class MemoryTier:
         self.rules: Mapping[str, TensorEntry] = {}
         """By which all ranks share the tensors, by name (see `Agreement`), once they have agreed. A reader then asks
         only the ranks that have what it needs."""
+        self.holders: tuple[int, ...] = ()
+        """For each rank, the first that holds the same part of the state, once all ranks have agreed. Then one of them
+        suffices for a recovery."""
         self.last: dict[str, Any] = {}
         """Figures of the newest snapshot: "step", "copy_seconds", "wait_seconds" (training waited for the previous
         snapshot's replica), "setup_seconds" (training waited for the slot) and "stall_seconds" (training waited for
@@ -218,7 +221,8 @@ class MemoryTier:
         if self._connection is None:
             self._connection = connect(self.mine, self._token)
         pieces = pieces_of(flat)
-        self._table, self._placed, self._extra_start = lay_out(list(pieces.values()), self._known(pieces))
+        self._table, self._placed, self._extra_start = lay_out(
+            list(pieces.values()), self._known(pieces), self.holders if self._num_shards < self.world_size else ())
         self._extra_capacity, self._newest, self._pinned = extra_capacity, -1, None
         everyone = sorted({*self.agents.values(), *self.replicas})
         self._connection.ask({"op": "open", "capacity": self._extra_start + extra_capacity, "replicas": self.replicas,
@@ -229,6 +233,14 @@ class MemoryTier:
         self._layout = _layout({name: local(tensor) for name, tensor in flat.items()})
         self._names = [name for name in flat if name in pieces]
         self._take_slot(0)
+
+    @property
+    def _num_shards(self) -> int:
+        return len(set(self.holders))
+
+    @property
+    def _shard(self) -> int:
+        return sorted(set(self.holders)).index(self.holders[self.rank]) if self.holders else -1
 
     def _known(self, pieces: Mapping[str, Piece]) -> Mapping[str, TensorEntry]:
         """Return the rules if they are those of these pieces; nothing otherwise."""
@@ -278,7 +290,7 @@ class MemoryTier:
         self._slots[index].clear()
         self._sequence += 1
         content = Content(step, self._sequence, self.generation, self.rank, self.world_size, len(self._table),
-                          self._extra_start, len(text))
+                          self._extra_start, len(text), self._shard, self._num_shards)
         snapshot = Snapshot.of(sources)
         if sum(source.nbytes for source in sources) < BACKGROUND_BYTES:
             self._fill(index, content, snapshot, sources, text, disk)

@@ -90,7 +90,8 @@ def _carry_out(agent: Agent, connection: Connection, message: dict[str, Any], wo
 def _inventory(agent: Agent) -> list[dict[str, Any]]:
     return [{"part": part.number, "origin": part.origin, "path": str(part.slot.path), "step": part.content.step,
              "generation": part.content.generation, "rank": part.content.rank,
-             "world_size": part.content.world_size, "bytes": part.content.end}
+             "world_size": part.content.world_size, "bytes": part.content.end,
+             "shard": part.content.shard, "num_shards": part.content.num_shards}
             for part in agent.store.parts() if part.intact]
 
 
