@@ -8,7 +8,7 @@ prints how long that takes, and where the state of each generation came from.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,8 +26,12 @@ from tidewheel.elastic.trainer import fit_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]  # `test_replicas_in_memory.py` has the parts without a run
 GROUPS = ("parallel.data=zero3", "parallel.shard=2", "batch.virtual_ranks=4", "batch.micro_sequences=2",
-          "checkpoint.memory_tier.replica=false", "elastic.min_workers=2", "elastic.max_workers=4")
+          "checkpoint.memory_tier.replica=false", "elastic.min_workers=2", "elastic.max_workers=4", "steps=80")
 """Two workers share a copy of the model. Nobody sends copies of snapshots: the other group has them anyway."""
+
+PATIENT = {"start_timeout_seconds": 3000.0, "heartbeat_seconds": 60.0, "leave_seconds": 60.0}
+"""Limits for a busy machine: a killed worker is noticed at once, because its connection closes."""
+WAIT_SECONDS = 3000.0
 
 
 class NodeAgents(AgentAddresses):
@@ -66,30 +70,34 @@ def members(group: Group) -> list[str]:
 
 
 def test_a_replica_group_goes_on_when_the_other_loses_a_worker(agents: NodeAgents, tmp_path: Path):
-    settings = prepare(tmp_path, ONE_SAVE, *GROUPS)
+    settings = prepare(tmp_path, ONE_SAVE, *GROUPS, **PATIENT)
     group = Group(settings, tmp_path, sizes=(2, 4))
     group.coordinator._agents = AgentSupervisor(agents)  # type: ignore[arg-type]
+
+    def wait(condition: Callable[[], bool]) -> None:
+        group.wait(condition, WAIT_SECONDS)
+
     try:
         nodes = {"a": "m", "b": "m", "c": "n", "d": "n"}
         for node in "mn":
             group.add(*(name for name in nodes if nodes[name] == node), anew=node == "m", node=node)
-        group.wait(lambda: len(members(group)) == 4 and group.step() >= 5)
+        wait(lambda: len(members(group)) == 4 and group.step() >= 5)
         first, second = members(group)[:2], members(group)[2:]
         assert len({nodes[name] for name in first}) == 1
         group.signal(second[1], signal.SIGKILL)
-        group.wait(lambda: len(group.events("recovered")) >= 1)
+        wait(lambda: len(group.events("recovered")) >= 1)
         assert members(group) == first, "the group of which nobody is lost"
         others = nodes[second[0]]
         group.add("e", node=others)
-        group.wait(lambda: len(group.events("recovered")) >= 2 and len(members(group)) == 4)
+        wait(lambda: len(group.events("recovered")) >= 2 and len(members(group)) == 4)
         assert members(group)[:2] == first
         assert set(members(group)[2:]) == {second[0], "e"}
-        group.wait(lambda: group.step() >= group.events("recovered")[-1]["detail"]["step"] + 3)
+        wait(lambda: group.step() >= group.events("recovered")[-1]["detail"]["step"] + 3)
         for name in (second[0], "e"):
             group.signal(name, signal.SIGKILL)
         agents.kill(others)
         group.coordinator._agents.lost(others, for_good=True)
-        group.wait(lambda: len(group.events("recovered")) >= 3)
+        wait(lambda: len(group.events("recovered")) >= 3)
         assert members(group) == first
         finished(group)
     finally:

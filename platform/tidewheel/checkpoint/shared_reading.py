@@ -83,20 +83,19 @@ def read_shared(store: Store, name: str, manifest: CheckpointManifest, flat: Map
         digest = error
     nodes, digests = zip(*peers.all((sharing.node, digest)))
     errors = [answer for answer in digests if isinstance(answer, Exception)]
-    if errors and all(isinstance(error, OverlappingParts) for error in errors):
+    damaged = [answer for answer in errors if isinstance(answer, CheckpointError)]
+    if damaged:
+        raise damaged[0]
+    if errors:
         return None
-    for error in errors:
-        if isinstance(error, CheckpointError):
-            raise error
     needs = [own] * peers.size if len(set(digests)) == 1 else peers.all(own)
     streams = plan([file.bytes for file in manifest.files], needs, nodes, sharing.scope)
     exchange = _Exchange(store, name, manifest, flat, peers, nodes, streams, cutter)
     exchange.run()
     problems: list[str] = []
-    for result in peers.all((exchange.problems, exchange.error)):
-        lines, error = result
-        if error is not None:
-            raise error
+    for lines, failure in peers.all((exchange.problems, exchange.error)):
+        if failure is not None:
+            raise failure
         problems += lines
     return list(dict.fromkeys(problems))  # several nodes may have read one file
 

@@ -72,7 +72,7 @@ def write(path: Path, part: Part) -> int:
     content = part.content
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with open(file, "wb", buffering=0) as sink:
-        sink.write(_head(part))
+        _write_all(sink, _head(part))
         for index in range(num_blocks(content.end)):
             start, stop = block_range(index, index, content.end)
             block = bytes(part.slot.bytes[start:stop])

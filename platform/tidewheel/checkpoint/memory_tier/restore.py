@@ -125,7 +125,7 @@ def _with_copies(known: Mapping[int, PartReader], recoverable: Recoverable, desc
     holders: Sequence[int] = described.holders() if recoverable.lost else range(recoverable.world_size)
     if len(holders) != recoverable.world_size:
         raise CheckpointError("a part is lost, and who has a copy of it is not known", where=where, fix=FALLBACK)
-    by_holder = {holders[rank]: part for rank, part in reversed(known.items())}
+    by_holder = {holders[rank]: part for rank, part in sorted(known.items(), key=lambda item: item[1].near)}
     if missing := [rank for rank in recoverable.lost if holders[rank] not in by_holder]:
         raise CheckpointError(f"the parts of ranks {missing} are lost, with all copies", where=where, fix=FALLBACK)
     return [known.get(rank) or by_holder[holders[rank]] for rank in range(recoverable.world_size)]
