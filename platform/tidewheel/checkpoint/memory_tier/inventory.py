@@ -97,7 +97,7 @@ def inventory(agents: Iterable[Address], run_token: str, *, generation: int | No
     copies = tuple(Copy(agent=agent, **part) for agent, answer in alive.items() for part in answer["parts"])
     return Inventory(copies, tuple(alive), sum(answer["workers"] for answer in alive.values()),
                      max((answer["generation"] for answer in alive.values()), default=-1), run_token,
-                     tuple(line for answer in alive.values() for line in answer["damaged"]))
+                     tuple(line for answer in alive.values() for line in answer.get("damaged", ())))
 
 
 def ask(agent: Address, token: str, message: dict[str, Any], *, seconds: float = ASK_SECONDS) -> dict[str, Any] | None:

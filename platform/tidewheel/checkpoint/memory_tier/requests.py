@@ -46,7 +46,7 @@ def _carry_out(agent: Agent, connection: Connection, message: dict[str, Any], wo
                 agent.hear_of(int(message["generation"]))
             connection.send({"parts": _inventory(agent), "workers": agent.store.num_workers,
                              "generation": agent.generation, "uploads": bool(agent.orphan_upload.checkpoints),
-                             "damaged": [] if agent.disk is None else list(agent.disk.damaged)})
+                             **({} if agent.disk is None else {"damaged": list(agent.disk.damaged)})})
         case "describe":
             agent.add_reader(connection)
             _describe(connection, agent.store.part(message["part"]))
