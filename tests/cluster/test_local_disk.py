@@ -1,35 +1,69 @@
-"""All processes of a run are killed, the memory agents too; it goes on from the nodes' disks."""
+"""All processes of a run are killed, the memory agents too; the next ones go on from the nodes' disks."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
-import time
+import signal
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
 
-from tests.cluster.test_elastic import DRIVER, events, settings
-from tests.cluster.test_elastic import shards as shards
+from tests.agent_addresses import AgentAddresses
+from tests.cluster.in_place import PATIENT, SMALL, Group, finished, prepare
+from tests.unit.train.helpers import config
 from tidewheel.checkpoint.digest import digest
+from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.verify import list_checkpoints
-from tidewheel.cluster.local import LocalCluster
-from tidewheel.elastic.trainer import fit, fit_local
-from tidewheel.storage import store
-from tidewheel.train.audit import audit
-from tidewheel.train.config import TrainConfig
+from tidewheel.elastic.agent_supervisor import AgentSupervisor
+from tidewheel.elastic.coordinator import Coordinator
+from tidewheel.elastic.trainer import fit_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]  # `test_local_disk.py` of the memory tier has the agents alone
-SAVED, STEPS = 30, 60
-WAIT_SECONDS = 600.0
+SAVED, STEPS, EVERY = 30, 80, 3
+WAIT_SECONDS = 3000.0
 
 
-def on_disk(folder: Path) -> int:
-    """Return the newest step of which both ranks' parts are on the disk; 0 without one."""
+def _agent(address: Any, token: str, folder: Path) -> None:
+    agent = Agent("127.0.0.1", token, "disks", disk=(folder, 0))
+    address.send(tuple(agent.address))
+    agent.stopped.wait()
+
+
+class AgentProcesses(AgentAddresses):
+    """Agents in processes of their own, one for each node, whose disk is a folder.
+
+    Args:
+        disks: has a folder for each node.
+    """
+
+    def __init__(self, disks: Path) -> None:
+        self._disks = disks
+        self._processes: dict[str, Any] = {}
+        self._addresses: dict[str, Address] = {}
+
+    def on(self, nodes: Iterable[str], seconds: float) -> dict[str, Address]:
+        context = multiprocessing.get_context("forkserver")
+        for node in set(nodes) - self._addresses.keys():
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_agent, args=(theirs, self.token, self._disks / node), daemon=True)
+            process.start()
+            self._processes[node], self._addresses[node] = process, Address(*ours.recv())
+        return {node: self._addresses[node] for node in nodes}
+
+    def kill(self) -> None:
+        """Kill all of them, as a power cut does."""
+        for process in self._processes.values():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def on_disks(folder: Path) -> int:
+    """Return the newest step of which both ranks' parts are on a disk; 0 without one."""
     ranks: dict[int, set[str]] = {}
     for path in folder.rglob("step_*.safetensors"):
         step, rank = re.findall(r"step_(\d+)-g\d+-r(\d+)", path.name)[0]
@@ -37,49 +71,46 @@ def on_disk(folder: Path) -> int:
     return max((step for step, known in ranks.items() if known == {"0", "1"}), default=0)
 
 
-def committed(config: TrainConfig) -> int:
-    """Return the step of the newest checkpoint in storage."""
-    return max((info.step for info in list_checkpoints(store(config.run_uri).child("checkpoints")) if info.committed),
-               default=0)
+def test_every_process_is_killed_and_the_run_goes_on_from_the_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it would ask Ray
+    disks = tmp_path / "disks"
+    settings = prepare(tmp_path, f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", "elastic.min_workers=2",
+                       "elastic.max_workers=2", f"checkpoint.local_disk={{folder: {disks}, every_steps: {EVERY}}}",
+                       **PATIENT)
 
+    def start(*names: str) -> tuple[Group, AgentProcesses]:
+        group, agents = Group(settings, tmp_path, sizes=(2,)), AgentProcesses(disks)
+        group.coordinator._agents = AgentSupervisor(agents)  # type: ignore[arg-type]
+        for name, node in zip(names, ("m", "n"), strict=True):
+            group.add(name, anew=node == "m", node=node)
+        return group, agents
 
-def test_every_process_is_killed_and_the_run_goes_on_from_the_local_disks(shards, tmp_path):
-    def config(run_id: str) -> TrainConfig:
-        return settings(shards, tmp_path, run_id, steps=STEPS, reproducible=True, checkpoint={
-            "every_steps": SAVED, "memory_tier": {"every_steps": 1},
-            "local_disk": {"folder": str(tmp_path / "nvme"), "every_steps": 3}},
-            elastic={"min_workers": 2, "max_workers": 2})
+    def committed() -> int:
+        return max((info.step for info in list_checkpoints(group.store.child("checkpoints")) if info.committed),
+                   default=0)
 
-    killed, undisturbed = config("killed"), config("undisturbed")
-    file = tmp_path / "train.yaml"
-    file.write_text(json.dumps(killed.canonical()))  # JSON is YAML
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "platform"), str(root)])}
-    with LocalCluster(nodes=2, cpus_per_node=1) as cluster:
-        driver = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, cluster.address, str(file), str(tmp_path / "hurry")],
-            stdout=subprocess.DEVNULL, env=environment)
-        until = time.monotonic() + WAIT_SECONDS
-        while not (committed(killed) == SAVED and on_disk(tmp_path / "nvme") > SAVED):
-            assert time.monotonic() < until, events(killed, "failure", "local_disk_failed")
-            time.sleep(0.05)
-        driver.kill()
-        driver.wait(timeout=WAIT_SECONDS)
-    newest = on_disk(tmp_path / "nvme")  # nothing runs any more
-    assert committed(killed) == SAVED < newest < STEPS
-    with LocalCluster(nodes=2, cpus_per_node=1) as cluster:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        try:
-            assert fit(killed).steps == STEPS
-        finally:
-            ray.shutdown()
-    resume = events(killed, "resume")[-1]["detail"]
+    group, agents = start("a", "b")
+    try:
+        group.wait(lambda: committed() == SAVED and on_disks(disks) > SAVED, WAIT_SECONDS)
+        for name in ("a", "b"):
+            group.signal(name, signal.SIGKILL)
+    finally:
+        group.end()
+        agents.kill()
+    newest = on_disks(disks)  # nothing runs any more
+    assert committed() == SAVED < newest < STEPS
+    group, agents = start("c", "d")
+    try:
+        finished(group, WAIT_SECONDS)
+    finally:
+        group.end()
+        agents.kill()
+    resume = group.events("resume")[-1]["detail"]
     assert (resume["step"], resume["tier"]) == (newest, "disk")
-    audited = audit(killed.run_uri)
-    assert audited.ok, audited.summary()
+    restored = group.events("restored")[-1]["detail"]
+    assert list(restored["bytes"]) == ["disk"]
+    undisturbed = config(tmp_path, "undisturbed", *SMALL, f"steps={STEPS}", "reproducible=true")
     fit_local(undisturbed)
-    last = f"checkpoints/step_{STEPS:08d}"
-    ends = [next(info.name for info in list_checkpoints(store(run.run_uri).child("checkpoints")) if info.step == STEPS)
-            for run in (killed, undisturbed)]
-    assert digest(f"{killed.run_uri}/checkpoints/{ends[0]}") == digest(f"{undisturbed.run_uri}/{last}"), ends
-    assert not list((tmp_path / "nvme").rglob("*.safetensors")), "the run is over"
+    last = list_checkpoints(group.store.child("checkpoints"))[-1].name
+    assert digest(f"{settings.run_uri}/checkpoints/{last}") == digest(
+        f"{undisturbed.run_uri}/checkpoints/step_{STEPS:08d}")

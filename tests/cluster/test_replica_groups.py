@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent_addresses import AgentAddresses
-from tests.cluster.in_place import ONE_SAVE, SMALL, Group, finished, prepare
+from tests.cluster.in_place import ONE_SAVE, PATIENT, SMALL, Group, finished, prepare
 from tests.unit.train.helpers import config
 from tidewheel.checkpoint.digest import digest
 from tidewheel.checkpoint.memory_tier.agent import Agent
@@ -29,8 +29,6 @@ GROUPS = ("parallel.data=zero3", "parallel.shard=2", "batch.virtual_ranks=4", "b
           "checkpoint.memory_tier.replica=false", "elastic.min_workers=2", "elastic.max_workers=4", "steps=80")
 """Two workers share a copy of the model. Nobody sends copies of snapshots: the other group has them anyway."""
 
-PATIENT = {"start_timeout_seconds": 3000.0, "heartbeat_seconds": 60.0, "leave_seconds": 60.0}
-"""Limits for a busy machine: a killed worker is noticed at once, because its connection closes."""
 WAIT_SECONDS = 3000.0
 
 
@@ -100,7 +98,7 @@ def test_a_replica_group_goes_on_when_the_other_loses_a_worker(agents: NodeAgent
         group.coordinator._agents.lost(others, for_good=True)
         wait(lambda: len(group.events("recovered")) > before + 2)
         assert members(group) == first
-        finished(group)
+        finished(group, WAIT_SECONDS)
     finally:
         group.end()
     sizes = [event["detail"]["world_size"] for event in group.events("start", "resume")]
