@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 import signal
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.agent_addresses import AgentAddresses
+from tests.cluster.agent_processes import AgentProcesses, ask_patiently
 from tests.cluster.in_place import PATIENT, SMALL, Group, finished, prepare
 from tests.unit.train.helpers import config
 from tidewheel.checkpoint.digest import digest
-from tidewheel.checkpoint.memory_tier.agent import Agent
-from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.coordinator import Coordinator
@@ -26,40 +20,6 @@ from tidewheel.elastic.trainer import fit_local
 pytestmark = [pytest.mark.cluster, pytest.mark.long]  # `test_local_disk.py` of the memory tier has the agents alone
 SAVED, STEPS, EVERY = 30, 80, 3
 WAIT_SECONDS = 3000.0
-
-
-def _agent(address: Any, token: str, folder: Path) -> None:
-    agent = Agent("127.0.0.1", token, "disks", disk=(folder, 0))
-    address.send(tuple(agent.address))
-    agent.stopped.wait()
-
-
-class AgentProcesses(AgentAddresses):
-    """Agents in processes of their own, one for each node, whose disk is a folder.
-
-    Args:
-        disks: has a folder for each node.
-    """
-
-    def __init__(self, disks: Path) -> None:
-        self._disks = disks
-        self._processes: dict[str, Any] = {}
-        self._addresses: dict[str, Address] = {}
-
-    def on(self, nodes: Iterable[str], seconds: float) -> dict[str, Address]:
-        context = multiprocessing.get_context("forkserver")
-        for node in set(nodes) - self._addresses.keys():
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_agent, args=(theirs, self.token, self._disks / node), daemon=True)
-            process.start()
-            self._processes[node], self._addresses[node] = process, Address(*ours.recv())
-        return {node: self._addresses[node] for node in nodes}
-
-    def kill(self) -> None:
-        """Kill all of them, as a power cut does."""
-        for process in self._processes.values():
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
 
 
 def on_disks(folder: Path) -> int:
@@ -79,7 +39,7 @@ def test_every_process_is_killed_and_the_run_goes_on_from_the_disks(tmp_path: Pa
                        **PATIENT)
 
     def start(*names: str) -> tuple[Group, AgentProcesses]:
-        group, agents = Group(settings, tmp_path, sizes=(2,)), AgentProcesses(disks)
+        group, agents = Group(settings, tmp_path, (2,), ask_patiently), AgentProcesses(disks)
         group.coordinator._agents = AgentSupervisor(agents)  # type: ignore[arg-type]
         for name, node in zip(names, ("m", "n"), strict=True):
             group.add(name, anew=node == "m", node=node)

@@ -8,17 +8,15 @@ prints how long that takes, and where the state of each generation came from.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.agent_addresses import AgentAddresses
+from tests.cluster.agent_processes import AgentProcesses, ask_patiently
 from tests.cluster.in_place import ONE_SAVE, PATIENT, SMALL, Group, finished, prepare
 from tests.unit.train.helpers import config
 from tidewheel.checkpoint.digest import digest
-from tidewheel.checkpoint.memory_tier.agent import Agent
-from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.coordinator import Coordinator
@@ -32,44 +30,18 @@ GROUPS = ("parallel.data=zero3", "parallel.shard=2", "batch.virtual_ranks=4", "b
 WAIT_SECONDS = 3000.0
 
 
-class NodeAgents(AgentAddresses):
-    """Agents in this process, one for each node."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, Agent] = {}
-
-    def on(self, nodes: Iterable[str], seconds: float) -> dict[str, Address]:
-        for node in nodes:
-            if node not in self.running:
-                self.running[node] = Agent("127.0.0.1", self.token, "replicas")
-        return {node: self.running[node].address for node in nodes}
-
-    def kill(self, node: str) -> None:
-        """Lose what a node holds in memory."""
-        self.running[node].stop()
-
-    def stop(self) -> None:
-        for agent in self.running.values():
-            agent.stop()
-
-
-@pytest.fixture
-def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgents]:
-    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it would ask Ray
-    started = NodeAgents()
-    yield started
-    started.stop()
-
-
 def members(group: Group) -> list[str]:
     """Return the names of the present generation's workers, by rank."""
     generation = group.coordinator._membership.generation
     return list(generation.members) if generation is not None else []
 
 
-def test_a_replica_group_goes_on_when_the_other_loses_a_worker(agents: NodeAgents, tmp_path: Path):
+def test_a_replica_group_goes_on_when_the_other_loses_a_worker(tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it would ask Ray
+    agents = AgentProcesses()
     settings = prepare(tmp_path, ONE_SAVE, *GROUPS, **PATIENT)
-    group = Group(settings, tmp_path, sizes=(2, 4))
+    group = Group(settings, tmp_path, (2, 4), ask_patiently)
     group.coordinator._agents = AgentSupervisor(agents)  # type: ignore[arg-type]
 
     def wait(condition: Callable[[], bool]) -> None:
@@ -101,6 +73,7 @@ def test_a_replica_group_goes_on_when_the_other_loses_a_worker(agents: NodeAgent
         finished(group, WAIT_SECONDS)
     finally:
         group.end()
+        agents.kill()
     sizes = [event["detail"]["world_size"] for event in group.events("start", "resume")]
     assert sizes[before:] == [4, 2, 4, 2]
     resumes = [event["detail"] for event in group.events("resume")][-3:]
