@@ -14,7 +14,7 @@ from tests.ranks import on_ranks
 from tests.unit.checkpoint.helpers import Events, equal, manager, state
 from tidewheel.checkpoint.memory_tier.agent import Agent
 from tidewheel.checkpoint.memory_tier.holders import holders_of
-from tidewheel.checkpoint.memory_tier.inventory import candidates, inventory, newest_complete
+from tidewheel.checkpoint.memory_tier.inventory import Copy, Inventory, candidates, inventory, newest_complete
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.staging import flatten
@@ -83,9 +83,19 @@ def test_a_replica_on_another_node_makes_up_for_a_lost_one(agents: list[Agent], 
     assert newest_complete(held) is None, "an upload takes steps of which all parts are there"
 
 
-def test_without_the_part_of_the_first_rank_there_is_no_step(agents: list[Agent], tmp_path: Path):
+def test_one_of_each_different_part_is_enough_if_that_of_the_first_rank_is_there():
     """Its `extra` has the lines of the run's logs that are not in storage yet."""
-    addresses = [agent.address for agent in agents]
-    on_ranks(4, keep, tmp_path, addresses)
-    agents[0].stop()
-    assert candidates(inventory(addresses[1:], TOKEN)) == []
+    agent = Address("node", 1)
+
+    def complete(*ranks: int, num_shards: int = 2) -> bool:
+        """Return whether the parts of these ranks of four make a step; ranks 0 and 2 hold the same, and 1 and 3."""
+        copies = tuple(Copy(agent, rank, "own", "", 1, 0, rank, 4, 1, rank % 2 if num_shards else -1, num_shards)
+                       for rank in ranks)
+        return bool(candidates(Inventory(copies, (agent,), 0, 0, TOKEN)))
+
+    assert complete(0, 1, 2, 3)
+    assert complete(0, 1)
+    assert complete(0, 3)
+    assert not complete(0, 2), "half of the state is lost"
+    assert not complete(1, 2), "the lines are lost"
+    assert not complete(0, 1, num_shards=0), "who holds the same is not known"
