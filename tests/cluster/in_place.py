@@ -31,6 +31,8 @@ SMALL = ("steps=150", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micr
 
 ONE_SAVE = "checkpoint.every_steps=100000"
 """Setting of runs in which no save may fail: a worker lost during a save would rightly fail it."""
+PATIENT = {"start_timeout_seconds": 3000.0, "heartbeat_seconds": 60.0, "leave_seconds": 60.0}
+"""Limits for a busy machine, as keywords of `prepare`. A killed worker is noticed at once: its connection closes."""
 
 
 def slow_steps(settings: TrainConfig, hurry: Path) -> None:
@@ -112,10 +114,10 @@ def prepare(folder: Path, *overrides: str, **elastic: Any) -> TrainConfig:
     return settings.model_copy(update={"elastic": settings.elastic.model_copy(update=limits)})
 
 
-def finished(group: Group) -> None:
+def finished(group: Group, seconds: float = 600.0) -> None:
     (Path(group.settings.run.uri) / "hurry").touch()
-    group.wait(lambda: group.store.exists("result.json"))
-    group.wait(lambda: not any(process.is_alive() for process in group.processes.values()))
+    group.wait(lambda: group.store.exists("result.json"), seconds)
+    group.wait(lambda: not any(process.is_alive() for process in group.processes.values()), seconds)
     audited = audit(group.settings.run_uri)
     assert audited.ok, audited.summary()
     assert not group.events("save_failed")

@@ -12,6 +12,7 @@ from tidewheel.checkpoint.folding import Folding
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest
 from tidewheel.checkpoint.peers import Peers, RankError
 from tidewheel.checkpoint.reading import read_tensors
+from tidewheel.checkpoint.shared_reading import Sharing, read_shared
 from tidewheel.checkpoint.staging import dtype_name, without_absent
 from tidewheel.checkpoint.verify import list_checkpoints, locate, of_step, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
@@ -20,17 +21,19 @@ from tidewheel.storage import Store
 from tidewheel.train.runtime import Loaded
 
 
-def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
+def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor], sharing: Sharing,
                 on_refused: Callable[[str, str], None],
                 usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:
     """Fill tensors in place from the newest intact checkpoint; all ranks call this together and load the same one.
 
-    The ranks share the work of reading every file and comparing its hash before any of it is used.
+    The ranks share the work of reading every file and comparing its hash. Several ranks may put bytes of a checkpoint
+    into the tensors before that is known; a damaged one is then replaced by the next.
 
     Args:
         store: the run's `checkpoints` folder.
         peers: the ranks.
         flat: tensors by path, see `staging.flatten`.
+        sharing: how ranks share reads.
         on_refused: called with the name of each damaged or partial checkpoint that is skipped, and the reason.
         usable: called with the `extra` of a checkpoint, which is passed by if it returns False; None: all are.
 
@@ -50,9 +53,8 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
         if manifest is not None and usable is not None and not usable(manifest.extra):
             passed_by = True
             continue
-        problems = [problem] if manifest is None else _problems(store, peers, name, manifest)
+        problems = [problem] if manifest is None else _load(store, peers, name, manifest, flat, sharing)
         if manifest is not None and not problems:
-            _load(store, peers, name, manifest, flat)
             return manifest.extra
         reason = "; ".join(problems)
         on_refused(name, reason)
@@ -65,7 +67,7 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
     return None
 
 
-def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor], head: str = "") -> Loaded:
+def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor], sharing: Sharing, head: str = "") -> Loaded:
     """Fill tensors in place from a checkpoint of another run, converted to their dtypes; all ranks call this together.
 
     The checkpoint may hold more tensors than `flat`.
@@ -74,6 +76,7 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor], head: str = 
         uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
         peers: the ranks.
         flat: tensors by path, see `staging.flatten`.
+        sharing: how ranks share reads.
         head: path of an objective's head, which stays as it is if the checkpoint is of a decoder; "": a decoder is
             expected.
 
@@ -87,20 +90,19 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor], head: str = 
     folder, name = peers.from_first(lambda: _folder_and_name(uri))
     store = storage.store(folder)
     manifest = _manifest(store, peers, name)
-    problems = _problems(store, peers, name, manifest)
-    if problems:
-        raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
-                              fix="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
-                              "are intact")
     if not head:
         _same_head(manifest, flat, f"{folder}/{name}")
     elif _head_of(manifest) is None:
         flat = {path: tensor for path, tensor in flat.items() if path != head}
-    _load(store, peers, name, manifest, flat, convert=True)
+    problems = _load(store, peers, name, manifest, flat, sharing, convert=True)
+    if problems:
+        raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
+                              fix="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
+                              "are intact")
     return Loaded(f"{folder}/{name}", manifest.model_hash)
 
 
-def load_step(uri: str, step: int, peers: Peers, flat: dict[str, torch.Tensor]) -> dict[str, Any]:
+def load_step(uri: str, step: int, peers: Peers, flat: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, Any]:
     """Fill tensors in place from the checkpoint of one step of another run; all ranks call this together.
 
     Args:
@@ -108,6 +110,7 @@ def load_step(uri: str, step: int, peers: Peers, flat: dict[str, torch.Tensor]) 
         step: of the checkpoint.
         peers: the ranks.
         flat: tensors by path, see `staging.flatten`; the checkpoint has the same, in the same dtypes.
+        sharing: how ranks share reads.
 
     Returns:
         the checkpoint's `extra`.
@@ -119,11 +122,10 @@ def load_step(uri: str, step: int, peers: Peers, flat: dict[str, torch.Tensor]) 
     store = storage.store(uri).child(CHECKPOINTS)
     name = peers.from_first(lambda: of_step(store, step))
     manifest = _manifest(store, peers, name)
-    problems = _problems(store, peers, name, manifest)
+    problems = _load(store, peers, name, manifest, flat, sharing)
     if problems:
         raise CheckpointError("; ".join(problems)[:500], where=store.at(name),
                               fix="branch from another step; `tidewheel checkpoint verify RUN` shows which are intact")
-    _load(store, peers, name, manifest, flat)
     return manifest.extra
 
 
@@ -175,12 +177,25 @@ def _manifest(store: Store, peers: Peers, name: str) -> CheckpointManifest:
     return parse_text(store, name, peers.from_first(lambda: store.read(f"{name}/{KEY}").decode()))
 
 
-def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
-          convert: bool = False) -> None:
+def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor],
+          sharing: Sharing, *, convert: bool = False) -> list[str]:
+    """Fill tensors in place; return the problems of the checkpoint's files, the same on all ranks.
+
+    One process alone reads every file twice: it compares the hash before any of it is used.
+    """
     where = store.at(name)
     folding = Folding(without_absent(flat, manifest.tensors), manifest.tensors)
     flat = folding.tensors
     misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
+    if not misfits and not peers.alone and sharing.scope != "off":
+        shared = read_shared(store, name, manifest, flat, peers, sharing)
+        if shared is not None:
+            if not shared:
+                folding.add_up()
+            return shared
+    problems = _problems(store, peers, name, manifest)
+    if problems:
+        return problems
     if misfits:
         raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
                               fix="give the model the shape it has in the checkpoint" if convert else
@@ -196,6 +211,7 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
         raise CheckpointError(f"cannot be read: {reason_of(error)}", where=where,
                               fix="start again; the checkpoint was intact when it was verified") from error
     folding.add_up()
+    return []
 
 
 def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], convert: bool) -> list[str]:

@@ -20,6 +20,7 @@ from tidewheel.checkpoint.manifest import CheckpointManifest, step_name
 from tidewheel.checkpoint.models import describe
 from tidewheel.checkpoint.peers import Peers, RankError
 from tidewheel.checkpoint.retention import Keep, abort_abandoned_uploads, collect
+from tidewheel.checkpoint.shared_reading import Sharing
 from tidewheel.checkpoint.staging import Snapshot, Stage, flatten, local
 from tidewheel.checkpoint.tensor_entry import RankFile, TensorEntry
 from tidewheel.checkpoint.verify import verify_files
@@ -61,17 +62,20 @@ class CheckpointManager:
         save_seconds: a save that takes longer has failed.
         max_failed: `save` and `wait` raise after this many failed saves in a row; 0: never.
         generation: number of the worker group, for a run that has an owner. None: a checkpoint outside a run.
+        sharing: how ranks share reads of a checkpoint; default: each byte is read once for all.
     """
 
     def __init__(self, store: Store, *, keep_last: int = 3, keep_best: int = 0, keep_every: int = 0,
                  on_event: OnEvent | None = None, process_group: Any = None, asynchronous: bool = True,
-                 save_seconds: float = 1800.0, max_failed: int = 0, generation: int | None = None) -> None:
+                 save_seconds: float = 1800.0, max_failed: int = 0, generation: int | None = None,
+                 sharing: Sharing | None = None) -> None:
         self.store = store
         self._keep = Keep(keep_last, keep_best, keep_every)
         self._asynchronous = asynchronous
         self._save_seconds, self._max_failed = save_seconds, max_failed
         self._on_event, self._process_group = on_event, process_group
         self._generation = generation
+        self._sharing = sharing or Sharing()
         self._peers: Peers | None = None
         self._agreement = Agreement()
         self._stage = Stage()
@@ -100,7 +104,7 @@ class CheckpointManager:
         """
         return cls(store, keep_last=config.keep_last, keep_best=config.keep_best, keep_every=config.keep_every,
                    on_event=on_event, asynchronous=config.asynchronous, max_failed=config.max_failed_saves,
-                   save_seconds=config.save_seconds, generation=generation)
+                   save_seconds=config.save_seconds, generation=generation, sharing=Sharing(config.shared_reads))
 
     @property
     def peers(self) -> Peers:
@@ -252,7 +256,7 @@ class CheckpointManager:
                     usable: Callable[[Mapping[str, Any]], bool] | None = None) -> dict[str, Any] | None:
         """Fill the tensors of `state` in place from the newest intact checkpoint, resharded to the present ranks.
 
-        Every file of a checkpoint is read and its hash compared before it is used. Damaged and partial checkpoints are
+        Every file of a checkpoint is read and its hash compared; see `load_newest`. Damaged and partial checkpoints are
         skipped, each with an event.
 
         Args:
@@ -268,7 +272,7 @@ class CheckpointManager:
             StorageError: the store does not answer.
         """
         self.wait()
-        return load_newest(self.store, self.peers, flatten(state), self._refuse, usable)
+        return load_newest(self.store, self.peers, flatten(state), self._sharing, self._refuse, usable)
 
     def load_branch(self, uri: str, step: int, state: dict[str, Any]) -> dict[str, Any]:
         """Fill the tensors of `state` in place from another run's checkpoint of one step, which is only read.
@@ -287,7 +291,7 @@ class CheckpointManager:
             CheckpointError: the run has no intact checkpoint of this step, or it does not fit.
             StorageError: the store does not answer.
         """
-        return load_step(uri, step, self.peers, flatten(state))
+        return load_step(uri, step, self.peers, flatten(state), self._sharing)
 
     def rules(self, state: dict[str, Any]) -> dict[str, TensorEntry]:
         """Return the rule by which the ranks share each tensor of a state; all ranks call this together.
@@ -318,7 +322,7 @@ class CheckpointManager:
             CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
             StorageError: the store does not answer.
         """
-        return load_uri(uri, self.peers, flatten(state), head)
+        return load_uri(uri, self.peers, flatten(state), self._sharing, head)
 
     def describe(self, uri: str) -> Described:
         """Return which decoder a checkpoint of another run holds; see `models.describe`. All ranks call it."""

@@ -102,6 +102,34 @@ class CheckpointManifest:
             index = self._index[rank]
             yield Chunk(index, self._starts(index)[name], box.offsets, box.sizes)
 
+    def parts(self, index: int) -> Iterator[tuple[str, Chunk]]:
+        """Yield (name of the tensor, part) for each part in a file, in no particular order.
+
+        Args:
+            index: of the file in `files`.
+
+        Raises:
+            CheckpointError: the file has another length than its parts.
+        """
+        yield from self._listed.get(index, ())
+        if self._has_rules:
+            starts = self._starts(index)
+            for name, box in own_parts(self.tensors, self.files[index].rank).items():
+                yield name, Chunk(index, starts[name], box.offsets, box.sizes)
+
+    @cached_property
+    def _has_rules(self) -> bool:
+        return any(entry.shared is not None for entry in self.tensors.values())
+
+    @cached_property
+    def _listed(self) -> dict[int, list[tuple[str, Chunk]]]:
+        """Parts without a rule, by index of their file."""
+        listed: dict[int, list[tuple[str, Chunk]]] = {}
+        for name, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                listed.setdefault(chunk.file, []).append((name, chunk))
+        return listed
+
     @property
     def total_bytes(self) -> int:
         """Total bytes of all files."""

@@ -51,11 +51,22 @@ def read_tensors(store: Store, name: str, manifest: CheckpointManifest, flat: Ma
 
 def _fill(store: Store, key: str, window: list[Request]) -> None:
     start = window[0].start
-    fill_window(window, _bytes(store, key, start, max(request.end for request in window) - start))
+    fill_window(window, read_bytes(store, key, start, max(request.end for request in window) - start))
 
 
-def _bytes(store: Store, key: str, start: int, length: int) -> torch.Tensor:
-    """Return bytes of a file: uint8 [length]."""
+def read_bytes(store: Store, key: str, start: int, length: int) -> torch.Tensor:
+    """Return bytes of a file: uint8 [length].
+
+    Args:
+        store: the run's `checkpoints` folder.
+        key: the file.
+        start: first byte.
+        length: number of bytes.
+
+    Raises:
+        CheckpointError: the file is shorter.
+        StorageError: the store fails.
+    """
     data = torch.empty(length, dtype=torch.uint8)
     if store.local_path(key) is not None:  # read into the tensor, without a copy
         with store.open(key) as stream:

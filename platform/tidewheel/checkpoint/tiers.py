@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.holders import holders_of
 from tidewheel.checkpoint.memory_tier.interval import KeepInterval
+from tidewheel.checkpoint.memory_tier.inventory import ORIGINS
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, describe, inventory, load
+from tidewheel.checkpoint.staging import flatten
 from tidewheel.checkpoint.suspects import Suspects
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
@@ -55,20 +59,24 @@ class TieredCheckpoints:
             never while an earlier copy is under way.
         share: for auto, the share of the time that copies may take.
         replica: keep a copy on another node.
-        on_event: called on rank 0 with ("memory_refused", detail) when a state in memory is damaged, and on any rank
-            with the events of `MemoryTier`.
+        disk_steps: write the state to the nodes' local disks every this many steps, whenever it is next kept in memory;
+            0: never.
+        on_event: called on rank 0 with ("memory_refused", detail) when a state in memory is damaged, with
+            ("local_disk_refused", detail) when one on local disks is, and on any rank with the events of `MemoryTier`.
     """
 
     def __init__(self, saved: CheckpointManager, placement: Placement, *, rank: int, world_size: int, generation: int,
                  every_steps: int | Literal["auto"] = 1, share: float = 0.02, replica: bool = True,
-                 on_event: OnEvent | None = None) -> None:
+                 disk_steps: int = 0, on_event: OnEvent | None = None) -> None:
         self._saved, self._placement, self._on_event = saved, placement, on_event
         self._rank, self._generation, self._every_steps = rank, generation, every_steps
         self._interval = KeepInterval(every_steps, share)
+        self._disk_steps, self._on_disk = disk_steps, 0
         own_agent = placement.agents[rank]
         replicas = replica_candidates(placement.known, own_agent, placement.domains) if replica else ()
         self._tier = MemoryTier(dict(enumerate(placement.agents)), own_agent, replicas, rank, world_size,
-                                placement.token, generation=generation, checkpoints=saved.store.uri, on_event=on_event)
+                                placement.token, generation=generation, local_disk=bool(disk_steps),
+                                checkpoints=saved.store.uri, on_event=on_event)
 
     # -- memory --------------------------------------------------------------------------------
     def has_memory(self) -> bool:
@@ -99,7 +107,11 @@ class TieredCheckpoints:
             extra: JSON values, such as the position.
         """
         self._interval.began()
-        self._tier.snapshot(step, state, extra)
+        # all ranks keep the same steps, so they write the same steps
+        disk = self._disk_steps > 0 and step // self._disk_steps > self._on_disk // self._disk_steps
+        if disk:
+            self._on_disk = step
+        self._tier.snapshot(step, state, extra, disk=disk)
 
     def settle(self) -> None:
         """Wait until the tensors given to `save` and `keep` may change."""
@@ -185,7 +197,7 @@ class TieredCheckpoints:
             usable: see `CheckpointManager.load_latest`.
 
         Returns:
-            its `extra`, with "tier": "memory" when it came from memory; None when there is nothing to load.
+            its `extra`, with "tier": "memory" or "disk" when it came from there; None when there is nothing to load.
 
         Raises:
             CheckpointError: there are checkpoints but none is intact, or the state does not fit.
@@ -194,19 +206,25 @@ class TieredCheckpoints:
         self._saved.wait()
         peers = self._saved.peers
         self._tier.rules = self._saved.rules(state)
+        self._tier.holders = holders_of(peers, flatten(state))
         for candidate in peers.from_first(lambda: self._candidates(usable)):
             try:
-                extra = load(candidate, state, process_group=peers.group, own_agent=self._placement.agents[self._rank])
+                extra = load(candidate, state, process_group=peers.group, own_agent=self._placement.agents[self._rank],
+                             on_read=partial(self._restored, candidate))
             except CheckpointError as error:
-                if self._rank == 0 and self._on_event is not None:
-                    self._on_event("memory_refused", {"step": candidate.step, "reason": error.what})
+                kind = "memory_refused" if candidate.tier == "memory" else "local_disk_refused"
+                self._event(kind, {"step": candidate.step, "reason": error.what})
                 continue
-            return {**extra, "tier": "memory"}
+            self._on_disk = candidate.step
+            return {**extra, "tier": candidate.tier}
         return self._saved.load_latest(state, usable)
 
     def _candidates(self, usable: Callable[[Mapping[str, Any]], bool] | None) -> Sequence[Recoverable]:
         """Return the usable complete states in memory that are not older than storage's newest, the newest first."""
-        in_memory = candidates(inventory(self._placement.known, self._placement.token, generation=self._generation))
+        holdings = inventory(self._placement.known, self._placement.token, generation=self._generation)
+        if holdings.damaged:
+            self._event("local_disk_refused", {"reason": "; ".join(holdings.damaged)[:500]})
+        in_memory = candidates(holdings)
         try:
             oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if in_memory else (0, 0)
             suspects = Suspects.of(self._saved.store) if in_memory else Suspects()
@@ -217,3 +235,13 @@ class TieredCheckpoints:
         if usable is None:
             return newer
         return [state for state in newer if (extra := describe(state)) is None or usable(extra)]
+
+    def _restored(self, candidate: Recoverable, read: Mapping[str, int]) -> None:
+        """Report where a state came from: what the workers' own nodes kept, copies of it, or disks."""
+        self._event("restored", {"step": candidate.step, "tier": candidate.tier, "generation": candidate.generation,
+                                 "bytes": {origin: read[origin] for origin in ORIGINS if read.get(origin)},
+                                 "lost_parts": candidate.lost})
+
+    def _event(self, kind: str, detail: dict[str, Any]) -> None:
+        if self._rank == 0 and self._on_event is not None:
+            self._on_event(kind, detail)

@@ -123,7 +123,7 @@ def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
     except CheckpointError as error:
         problem = error.what
     except StorageError as error:
-        problem = _damage(store, error)
+        problem = damage(store, error)
     files = () if manifest is None else (KEY, *(file.key for file in manifest.files))
     return CheckpointInfo(name=name, step=step_of(name), complete=not problem, committed=KEY in sizes,
                           bytes=sum(sizes.values()), world_size=manifest.world_size if manifest else 0,
@@ -248,15 +248,22 @@ def verify_files(store: Store, name: str, files: Iterable[Stamp]) -> list[str]:
         try:
             differs = store.verify(Stamp(f"{name}/{file.key}", file.bytes, file.hash))
         except StorageError as error:
-            differs = _damage(store, error)
+            differs = damage(store, error)
         if differs:
             problems.append(f"{file.key}: {differs}")
     return problems
 
 
-def _damage(store: Store, error: StorageError) -> str:
-    """Return the problem of a file that cannot be read. A bad sector is damage. A store that does not answer is not;
-    then raise."""
+def damage(store: Store, error: StorageError) -> str:
+    """Return the problem of a file that cannot be read: a bad sector is damage.
+
+    Args:
+        store: where it is.
+        error: of reading it.
+
+    Raises:
+        StorageError: the store does not answer, which is no damage.
+    """
     store.check()
     return error.what
 

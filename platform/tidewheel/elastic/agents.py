@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
@@ -34,9 +35,11 @@ class AgentActor:
         token: secret by which workers authenticate.
         log: run whose logs/ gets the agent's log; None to keep none.
         node: id of the agent's node, for the log.
+        disk: see `Agent`.
     """
 
-    def __init__(self, run: str, token: str, log: LogTarget | None = None, node: str = "") -> None:
+    def __init__(self, run: str, token: str, log: LogTarget | None = None, node: str = "",
+                 disk: tuple[Path, int] | None = None) -> None:
         import ray
 
         from tidewheel.checkpoint.memory_tier.agent import NICENESS, Agent
@@ -49,7 +52,7 @@ class AgentActor:
         self._log = ProcessLog(log, "agent", node)
         os.nice(NICENESS)
         # the agent stops when it is no longer needed; Ray frees the actor's name when the process ends
-        self._agent = Agent(self._host, token, run, on_stop=self._leave)
+        self._agent = Agent(self._host, token, run, on_stop=self._leave, disk=disk)
         logger.info("the memory agent of node %s listens at %s:%d", node, *self._agent.address)
 
     def where(self) -> tuple[tuple[str, int], str]:
@@ -89,10 +92,11 @@ class Agents:
     Args:
         run_uri: the run's folder.
         log: run whose logs/ gets the logs of the agents; None to keep none.
+        disk: folder on the nodes' local disks, and the most bytes in it; None: snapshots stay in memory.
     """
 
-    def __init__(self, run_uri: str, log: LogTarget | None = None) -> None:
-        self._log = log
+    def __init__(self, run_uri: str, log: LogTarget | None = None, disk: tuple[Path, int] | None = None) -> None:
+        self._log, self._disk = log, disk
         self._run = hashlib.sha256(run_uri.encode()).hexdigest()[:16]
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, Address] = {}
@@ -194,7 +198,7 @@ class Agents:
         return remote.options(
             name=self._name(node_id), namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0,
             max_concurrency=4, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        ).remote(self._run, self._token, self._log, node_id)
+        ).remote(self._run, self._token, self._log, node_id, self._disk)
 
     def _adopt(self, seconds: float) -> None:
         """Find the agents that an earlier driver of the run started, on whatever node."""

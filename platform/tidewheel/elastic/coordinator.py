@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tidewheel import storage
@@ -78,15 +79,18 @@ class Coordinator:
         sizes: legal numbers of workers.
         epoch: epoch in which the driver owns the run; it determines the numbers of generations.
         memory_tier: keep a memory agent on every node that has workers; needs a Ray cluster.
+        local_disk: see `Agents`.
         log: run whose logs/ gets the log of this process, and of the agents; None to keep none.
         node: id of this process's node, for the log.
         tensor: ranks of a tensor-parallel group, which stay on one node if they can.
+        group: ranks of a replica group, which goes on when another one loses a worker; 0: there are none.
         node_history: folder of the nodes' failures, which several runs share; "" to forget them.
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
-                 epoch: int = 0, memory_tier: bool = False, log: LogTarget | None = None, node: str = "",
-                 tensor: int = 1, node_history: str = "") -> None:
+                 epoch: int = 0, memory_tier: bool = False, local_disk: tuple[Path, int] | None = None,
+                 log: LogTarget | None = None, node: str = "", tensor: int = 1, group: int = 0,
+                 node_history: str = "") -> None:
         self._log = ProcessLog(log, "coordinator", node)
         elastic = elastic or ElasticConfig()
         first = first_generation(epoch)
@@ -122,13 +126,13 @@ class Coordinator:
             limits=Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
                           gather=elastic.start_timeout_seconds),
             blame=Blame(Backoff(elastic.readmit_after_seconds, elastic.readmit_at_most_seconds)),
-            health=self._health, first_generation=first, furthest_step=self._past.step, tensor=tensor)
+            health=self._health, first_generation=first, furthest_step=self._past.step, tensor=tensor, group=group)
         self._server: Server | None = None
         self._rendezvous: tuple[str, int] = ("", 0)
         self._token = secrets.token_hex(16)
         self._needs_store = max(sizes) > 1
         self._store: Any = None
-        self._agents = AgentSupervisor(Agents(run_uri, log)) if memory_tier else None
+        self._agents = AgentSupervisor(Agents(run_uri, log, local_disk)) if memory_tier else None
         self._placements = PlacementOrders()
         self._past_of_generation = self._past
         self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when

@@ -39,7 +39,7 @@ class Membership:
 
     def __init__(self, sizes: Iterable[int], resizer: Resizer, budget: FailureBudget, outbox: Outbox, *,
                  limits: Limits, blame: Blame | None = None, health: NodeHealth | None = None,
-                 first_generation: int = 0, furthest_step: int = 0, tensor: int = 1) -> None:
+                 first_generation: int = 0, furthest_step: int = 0, tensor: int = 1, group: int = 0) -> None:
         self.sizes = tuple(sizes)
         self.phase = Phase.GATHERING
         self.generation: Generation | None = None
@@ -60,7 +60,7 @@ class Membership:
         self._largest_formed = 0
         self._awaited = ""  # a worker that had not connected when last looked for
         self._silence = Silence(self.workers, limits.heartbeat)
-        self._tensor = tensor
+        self._tensor, self._group = tensor, group
         self.largest = max(self.sizes)
         """Most workers that a generation can have."""
         self._next = first_generation
@@ -538,7 +538,7 @@ class Membership:
         if waits and (size < self.largest or self._health.doubts(worker.node for worker in available)):
             return
         previous = self._ended.members if self._ended is not None else ()
-        self._form(choose(available, size, previous, self._tensor), now)
+        self._form(choose(available, size, previous, self._tensor, self._group), now)
 
     def _is_starting(self) -> bool:
         """Return whether some worker has not connected yet. Each of thousands that connect asks."""

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from tidewheel.elastic.generation import Worker
 
 
-def choose(available: Sequence[Worker], size: int, previous: Sequence[str], tensor: int = 1) -> list[Worker]:
+def choose(available: Sequence[Worker], size: int, previous: Sequence[str], tensor: int = 1,
+           group: int = 0) -> list[Worker]:
     """Return `size` of the available workers in rank order.
 
-    Members of the previous generation come first, in their order. Workers of one node get neighbouring ranks, which
+    Members of the previous generation come first, in their order. With replica groups, those of which nobody is lost
+    come before the others: they have a whole copy of the model. Workers of one node get neighbouring ranks, which
     communicate most; workers that fill whole tensor-parallel groups on their node come before the rest. Nodes that stay
     come before spot nodes: rank 0 writes the run's records, so it is on a node that stays if there is one.
 
@@ -23,11 +25,14 @@ def choose(available: Sequence[Worker], size: int, previous: Sequence[str], tens
         size: number of ranks, a multiple of `tensor`.
         previous: names of the previous generation's members in rank order.
         tensor: ranks of a tensor-parallel group.
+        group: ranks of a replica group; 0: there are none.
     """
     order = {name: index for index, name in enumerate(previous)}
     ranked = sorted(available, key=lambda worker: (order.get(worker.name, len(order)), worker.spot))
     if tensor > 1:
         ranked = _whole_groups_first(ranked, tensor)
+    if group:
+        ranked = _whole_copies_first(ranked, previous, group)
     selected = ranked[:size]
     if all(worker.spot for worker in selected):
         selected = _with_one_that_stays(selected, ranked[size:], tensor)
@@ -39,6 +44,17 @@ def choose(available: Sequence[Worker], size: int, previous: Sequence[str], tens
     if in_groups and in_groups[0].spot and rest and not rest[0].spot:
         return rest + in_groups
     return in_groups + rest
+
+
+def _whole_copies_first(ranked: Sequence[Worker], previous: Sequence[str], group: int) -> list[Worker]:
+    """Put the members of replica groups that are complete first."""
+    names = {worker.name for worker in ranked}
+    whole: set[str] = set()
+    for start in range(0, len(previous), group):
+        members = previous[start:start + group]
+        if len(members) == group and names.issuperset(members):
+            whole.update(members)
+    return sorted(ranked, key=lambda worker: worker.name not in whole)
 
 
 def split_groups(ranked: Sequence[Worker], tensor: int) -> list[list[Worker]]:

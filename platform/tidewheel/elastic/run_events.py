@@ -16,6 +16,7 @@ NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", 
                         "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "slow_worker",
                         "shares", "sink_failed", "callback_failed", "guard", "rollback", "hang", "shard_read_again",
                         "storage_away", "memory_refused", "memory_tier_lost", "data_wait", "data_came",
+                        "local_disk_refused", "local_disk_failed",
                         "worker_left_out", "worker_readmitted", "taken_over", "coordinator_lost", "setting_changed",
                         "control_error", "tensor_groups_split", "continued_before_decay", "branched", "corruption",
                         "node_excluded", "node_used_again"})

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
@@ -406,7 +407,7 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
     from tidewheel.elastic.coordinator import Coordinator, actor_name
     from tidewheel.elastic.nodes import NAMESPACE
 
-    run_uri = config.run_uri
+    run_uri, disk = config.run_uri, config.checkpoint.local_disk
     name = actor_name(run_uri)
     on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(Coordinator)
@@ -419,8 +420,9 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
                                    scheduling_strategy=on_this_node).remote(
                                           run_uri, config.elastic, sizes, epoch=epoch,
                                           memory_tier=bool(config.checkpoint.memory_tier.every_steps),
+                                          local_disk=disk and (Path(disk.folder), disk.limit_bytes),
                                           log=LogTarget.of(config), node=on_this_node.node_id,
-                                          tensor=config.parallel.tensor,
+                                          tensor=config.parallel.tensor, group=config.parallel.group,
                                           node_history=config.elastic.node_checks.history or config.run.uri)
         except ValueError:  # the name is taken
             if time.monotonic() > until:

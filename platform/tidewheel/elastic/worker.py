@@ -220,11 +220,11 @@ def _checkpoints(run: Run, order: Join, control: RunControl, group: GenerationGr
         if order.memory is None:
             yield saved
             return
-        memory = run.config.checkpoint.memory_tier
+        memory, disk = run.config.checkpoint.memory_tier, run.config.checkpoint.local_disk
         tiers = TieredCheckpoints(
             saved, tier_placement(order.memory), rank=order.rank, world_size=order.world_size,
             generation=order.generation, on_event=on_event, every_steps=memory.every_steps, share=memory.share,
-            replica=memory.replica)
+            replica=memory.replica, disk_steps=0 if disk is None else disk.every_steps)
         group.also_break(tiers.break_off)
         try:
             yield tiers

@@ -36,7 +36,7 @@ def groups(cluster: ClusterConfig, layout: Layout) -> dict[str, Group]:
     return {"tensor": group(cluster, p.tensor, 1), "context": group(cluster, p.context, inner),
             "shard": group(cluster, layout.shards, inner),  # FSDP2 shards over context ranks too
             "experts": group(cluster, layout.shards // p.expert, inner * p.expert),
-            "replicate": group(cluster, p.replicate, inner * layout.shards),
+            "replicate": group(cluster, layout.copies, inner * layout.shards),
             "data": group(cluster, layout.data * p.context, inner),
             "pipeline": group(cluster, p.pipeline, layout.data * p.context * inner)}
 

@@ -184,7 +184,12 @@ class Layout:
     @property
     def shards(self) -> int:
         """Number of ranks that FSDP2 or ZeRO-1 shards over, including context-parallel ranks."""
-        return self.data // self.parallel.replicate * self.parallel.context
+        return self.data // self.copies * self.parallel.context
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model that FSDP2 shards."""
+        return self.parallel.copies(self.data)
 
     @property
     def sharded(self) -> bool:
@@ -221,7 +226,7 @@ class Layout:
         sizes = [("TP", p.tensor), ("PP", p.pipeline), ("CP", p.context), ("DP", self.data), ("EP", p.expert)]
         mesh = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one GPU"
         kind = f" {p.data}" if self.data * p.context > 1 else ""
-        return mesh + kind + (f" in {p.replicate} copies" if p.replicate > 1 else "")
+        return mesh + kind + (f" in {self.copies} copies" if self.copies > 1 else "")
 
     def settings(self) -> dict[str, object]:
         """Return the settings of the training configuration that select this layout."""

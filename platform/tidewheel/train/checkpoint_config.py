@@ -58,6 +58,27 @@ class MemoryTierConfig(Config):
         return _checked_interval(value)
 
 
+class LocalDiskConfig(Config):
+    """Snapshots on the nodes' own disks: a run that is started again on the same machines continues from them, also
+    when no process of it was left."""
+
+    folder: str
+    """Folder on the local disk of every node, such as /local_nvme. It must not be shared by several machines."""
+    every_steps: int = Field(default=50, ge=1)
+    """Write the state whenever this many more steps are done and the memory tier keeps it next."""
+    limit_bytes: int = Field(default=0, ge=0)
+    """Most bytes that a run has in this folder on one node. It needs twice the state of the node's workers, and for a
+    moment one worker's part more. 0: as much as the disk has."""
+
+    @pydantic.field_validator("folder")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not value.startswith("/") or ".." in value.split("/"):
+            raise ValueError(f"{value!r} is not an absolute path without '..': give the same folder on every node, "
+                             "such as /local_nvme")
+        return value
+
+
 class CheckpointConfig(Config):
     """When to save, and how many checkpoints to keep."""
 
@@ -85,8 +106,14 @@ class CheckpointConfig(Config):
     """Retry this long after a failed save, whatever the interval."""
     max_failed_saves: int = Field(default=20, ge=0)
     """End the run after this many failed saves in a row; 0: never."""
+    shared_reads: Literal["all", "node", "off"] = "all"
+    """How workers that load a checkpoint from storage share its reads. all: each byte is read once and sent to the
+    workers that need it. node: once for each node, for networks between nodes that are slower than storage. off: each
+    worker reads what it needs."""
     memory_tier: MemoryTierConfig = MemoryTierConfig()
     """The memory tier, above storage."""
+    local_disk: LocalDiskConfig | None = None
+    """Snapshots on the nodes' disks, between memory and storage; default: none."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -97,3 +124,10 @@ class CheckpointConfig(Config):
     @classmethod
     def _not_negative(cls, value: int | str) -> int | str:
         return _checked_interval(value)
+
+    @pydantic.model_validator(mode="after")
+    def _disk_has_memory(self) -> CheckpointConfig:
+        if self.local_disk is not None and self.memory_tier.every_steps == 0:
+            raise ValueError("local_disk writes what the memory tier keeps, but memory_tier.every_steps is 0; nearest "
+                             "legal choice: memory_tier.every_steps auto, or no local_disk")
+        return self

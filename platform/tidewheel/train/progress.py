@@ -40,6 +40,8 @@ LINES = {
     "shard_read_again": "{shard} was read again: {problem}",
     "memory_refused": "step {step} in memory is refused: {reason}; trying an older one",
     "memory_tier_lost": "rank {rank} no longer keeps snapshots in memory: {reason}",
+    "local_disk_refused": "a state on local disks is refused: {reason}",
+    "local_disk_failed": "rank {rank} has not written its state to the local disk: {reason}; training continues",
     "data_wait": "waiting for wave {wave} of {waves} of the shard set",
     "data_came": "the shard set has grown to {known} of {waves} waves, after {seconds} s",
     "storage_away": "storage is unavailable ({reason}); waiting for it",

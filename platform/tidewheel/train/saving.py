@@ -43,7 +43,7 @@ class Saving:
 
     def continue_from(self, extra: dict[str, Any]) -> None:
         """Continue from the checkpoint with this `extra`."""
-        in_memory = extra.get("tier") == "memory"
+        in_memory = extra.get("tier") in ("memory", "disk")  # and not in storage
         self._kept = -1
         self._training.progress.saved = -1 if in_memory else int(extra["step"])
         if self._schedule is not None and in_memory:

@@ -37,6 +37,19 @@ def test_workers_without_a_whole_group_on_their_node_are_not_chosen_if_others_su
     assert names(choose(available, 4, ("a0", "b0", "c0", "c1"))) == ["a0", "b0", "c0", "c1"], "tensor 1"
 
 
+def test_replica_groups_of_which_nobody_is_lost_come_first():
+    """Rank 1 of four is lost: ranks 2 and 3 have a whole copy, and rank 0 waits for a fourth."""
+    previous = ("a0", "a1", "b0", "b1")
+    left = [worker for worker in workers(a=2, b=2) if worker.name != "a1"]
+    assert names(choose(left, 2, previous, group=2)) == ["b0", "b1"]
+    assert names(choose(left, 2, previous)) == ["a0", "b0"], "without groups"
+    again = [*left, Worker("a2", "a", connected=True)]
+    assert names(choose(again, 4, ("b0", "b1"), group=2)) == ["b0", "b1", "a0", "a2"]
+    both = [worker for worker in workers(a=4, b=4) if worker.name != "b1"]
+    order = ("a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3")
+    assert names(choose(both, 4, order, 2, group=4)) == ["a0", "a1", "a2", "a3"]
+
+
 def test_rank_0_is_on_a_node_that_stays():
     assert names(choose(workers(s=4, n=2), 4, ("s0", "s1", "s2", "s3"), 2)) == ["n0", "n1", "s0", "s1"]
     assert names(choose(workers(s=4, n=1), 4, ("s0", "s1", "s2", "s3"), 2)) == ["n0", "s2", "s0", "s1"]

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from tidewheel.checkpoint.memory_tier import requests
+from tidewheel.checkpoint.memory_tier.local_disk import LocalDisk
 from tidewheel.checkpoint.memory_tier.orphan_upload import OrphanUpload
 from tidewheel.checkpoint.memory_tier.part_store import Origin, Part, PartStore
 from tidewheel.checkpoint.memory_tier.protocol import Address, Connection, authenticate
 from tidewheel.checkpoint.memory_tier.slots import SHARED_MEMORY, Content, Slot, sweep
 from tidewheel.checkpoint.memory_tier.worker_session import WorkerSession
 from tidewheel.commit_log import epoch_of
-from tidewheel.errors import CheckpointError
+from tidewheel.errors import CheckpointError, StorageError
 from tidewheel.unauthenticated import UnauthenticatedConnections
 
 LINGER_SECONDS = 900.0
@@ -53,15 +54,24 @@ class Agent:
         upload_seconds: without any worker on any node for this long, one agent uploads the newest complete step unless
             storage has it. Then all agents stop.
         on_stop: called after the agent has stopped.
+        disk: folder on the local disk, and the most bytes in it (0: no limit); None: snapshots stay in memory.
     """
 
     def __init__(self, host: str, token: str, run: str, *, root: Path = SHARED_MEMORY,
                  linger_seconds: float = LINGER_SECONDS, upload_seconds: float = UPLOAD_SECONDS,
-                 on_stop: Callable[[], None] | None = None) -> None:
+                 on_stop: Callable[[], None] | None = None, disk: tuple[Path, int] | None = None) -> None:
         sweep(root)
         self.token = token
         self.store = PartStore(run, root)
         self.orphan_upload = OrphanUpload(upload_seconds)
+        self.disk: LocalDisk | None = None
+        self.disk_problem = ""
+        """Why snapshots cannot be written to the local disk."""
+        if disk is not None:
+            try:
+                self.disk = LocalDisk(disk[0], run, self.store, limit_bytes=disk[1])
+            except StorageError as error:
+                self.disk_problem = f"{error.where}: {error.what}"
         self._root, self._on_stop, self._linger = root, on_stop, linger_seconds
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
@@ -85,8 +95,12 @@ class Agent:
         """Number of the newest generation that has contacted this agent; -1 before the first."""
         return self._generation
 
-    def stop(self) -> None:
-        """Delete everything that is held and close all connections."""
+    def stop(self, *, keep_disk: bool = False) -> None:
+        """Delete everything that is held and close all connections.
+
+        Args:
+            keep_disk: leave what is on the local disk to the next agent.
+        """
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -96,6 +110,8 @@ class Agent:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.store.remove()
+        if self.disk is not None:
+            self.disk.close(keep=keep_disk)
         for connection in connections:  # last: a client takes the closed connection as proof that all is deleted
             connection.close()
         if self._on_stop is not None:
@@ -152,7 +168,7 @@ class Agent:
             if active:
                 self._last_active = time.monotonic()
             elif time.monotonic() - self._last_active > self._linger and not has_connections:
-                self.stop()  # with a connection, another agent may be reading what it uploads
+                self.stop(keep_disk=True)  # with a connection, another agent may be reading what it uploads
 
     # -- generations ---------------------------------------------------------------------------
     def hear_of(self, generation: int) -> None:

@@ -15,7 +15,14 @@ import torch
 
 from tidewheel.checkpoint.agreement import own_box
 from tidewheel.checkpoint.memory_tier.protocol import IDLE_SECONDS, Address, Connection, connect
-from tidewheel.checkpoint.memory_tier.slots import EXTRA_BYTES, HEADER_BYTES, SLOTS_PER_WORKER, Content, Slot
+from tidewheel.checkpoint.memory_tier.slots import (
+    EXTRA_BYTES,
+    HEADER_BYTES,
+    MAX_SLOTS,
+    SLOTS_PER_WORKER,
+    Content,
+    Slot,
+)
 from tidewheel.checkpoint.memory_tier.table import Piece, lay_out
 from tidewheel.checkpoint.staging import Snapshot, dtype_name, flatten, local
 from tidewheel.checkpoint.tensor_entry import TensorEntry
@@ -44,14 +51,17 @@ class MemoryTier:
         world_size: number of ranks.
         run_token: the run's secret, the same as its agents'.
         generation: this worker's; a later generation has a higher number.
+        local_disk: the agent writes some of the snapshots to its disk; see `snapshot`.
         checkpoints: URI of the run's checkpoints, where an agent uploads the newest step when all workers are gone;
             "": none does.
         on_event: called with ("memory_tier_lost", detail) when the agent or shared memory fails, and with
-            ("replica_lost", detail) when another agent gets the replicas from now on ("copies_to"), or none ("").
+            ("replica_lost", detail) when another agent gets the replicas from now on ("copies_to"), or none (""), and
+            ("local_disk_failed", detail) when a snapshot did not get to the local disk.
     """
 
     def __init__(self, agents: Mapping[int, Address], own_agent: Address, replicas: Sequence[Address], rank: int,
-                 world_size: int, run_token: str, *, generation: int = 0, checkpoints: str = "",
+                 world_size: int, run_token: str, *, generation: int = 0, local_disk: bool = False,
+                 checkpoints: str = "",
                  on_event: OnEvent | None = None) -> None:
         self.agents, self.mine, self.replicas = dict(agents), own_agent, tuple(replicas)
         self.rank, self.world_size, self.generation = rank, world_size, generation
@@ -63,7 +73,10 @@ class MemoryTier:
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._targets: list[list[torch.Tensor]] = []
         self._sequence = 0  # snapshots of this generation
-        self._turn = 0  # snapshots since the slots were opened
+        self._num_slots = MAX_SLOTS if local_disk else SLOTS_PER_WORKER
+        self._newest = -1  # index of the slot of the newest snapshot
+        self._pinned: int | None = None  # index of the slot that is being written to the local disk
+        self._disk_late = False
         self._awaiting_answer = self._on_device = False
         self._lost = self._replica_lost = False
         self._copier = ThreadPoolExecutor(1, "memory-tier")
@@ -71,6 +84,9 @@ class MemoryTier:
         self.rules: Mapping[str, TensorEntry] = {}
         """By which all ranks share the tensors, by name (see `Agreement`), once they have agreed. A reader then asks
         only the ranks that have what it needs."""
+        self.holders: tuple[int, ...] = ()
+        """For each rank, the first that holds the same part of the state, once all ranks have agreed. Then one of them
+        suffices for a recovery."""
         self.last: dict[str, Any] = {}
         """Figures of the newest snapshot: "step", "copy_seconds", "wait_seconds" (training waited for the previous
         snapshot's replica), "setup_seconds" (training waited for the slot) and "stall_seconds" (training waited for
@@ -116,7 +132,7 @@ class MemoryTier:
         except OSError as error:
             self._lose(error)
 
-    def snapshot(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+    def snapshot(self, step: int, state: dict[str, Any], extra: dict[str, Any], *, disk: bool = False) -> None:
         """Keep the state as it is at this call. All ranks call it at the same step boundaries; it is not a collective.
 
         The state must not change until `settle` returns. The copies to shared memory and to the other node are made in
@@ -126,6 +142,7 @@ class MemoryTier:
             step: number of completed steps.
             state: nested dict of tensors.
             extra: JSON values.
+            disk: also write it to the local disk of the node, in the background.
 
         Raises:
             CheckpointError: the state holds something other than tensors.
@@ -141,11 +158,11 @@ class MemoryTier:
             waited = time.monotonic()
             if self._layout != _layout(parts) or len(text) > self._extra_capacity:
                 self._open(flat, max(EXTRA_BYTES, 2 * len(text)))
-            index = self._turn % SLOTS_PER_WORKER
-            if index == len(self._slots):
-                self._take_slot(index)
+            index = self._next_slot()
             ready = time.monotonic()
-            self._begin(index, step, [parts[name] for name in self._names], text)
+            disk = disk and self._disk_is_free(step)
+            self._pinned = index if disk else self._pinned
+            self._begin(index, step, [parts[name] for name in self._names], text, disk)
         except OSError as error:
             self._lose(error)
             return
@@ -204,16 +221,26 @@ class MemoryTier:
         if self._connection is None:
             self._connection = connect(self.mine, self._token)
         pieces = pieces_of(flat)
-        self._table, self._placed, self._extra_start = lay_out(list(pieces.values()), self._known(pieces))
-        self._extra_capacity, self._turn = extra_capacity, 0
+        self._table, self._placed, self._extra_start = lay_out(
+            list(pieces.values()), self._known(pieces), self.holders if self._num_shards < self.world_size else ())
+        self._extra_capacity, self._newest, self._pinned = extra_capacity, -1, None
         everyone = sorted({*self.agents.values(), *self.replicas})
         self._connection.ask({"op": "open", "capacity": self._extra_start + extra_capacity, "replicas": self.replicas,
-                              "agents": everyone, "checkpoints": self._checkpoints, "generation": self.generation})
+                              "slots": self._num_slots, "agents": everyone, "checkpoints": self._checkpoints,
+                              "generation": self.generation})
         self._release()
         self._on_device = any(tensor.is_cuda for tensor in flat.values())
         self._layout = _layout({name: local(tensor) for name, tensor in flat.items()})
         self._names = [name for name in flat if name in pieces]
         self._take_slot(0)
+
+    @property
+    def _num_shards(self) -> int:
+        return len(set(self.holders))
+
+    @property
+    def _shard(self) -> int:
+        return sorted(set(self.holders)).index(self.holders[self.rank]) if self.holders else -1
 
     def _known(self, pieces: Mapping[str, Piece]) -> Mapping[str, TensorEntry]:
         """Return the rules if they are those of these pieces; nothing otherwise."""
@@ -222,6 +249,27 @@ class MemoryTier:
             if rule is None or (rule.dtype, rule.shape) != (piece.dtype, piece.shape):
                 return {}
         return self.rules
+
+    def _next_slot(self) -> int:
+        """Return the index of the slot for the next snapshot: the oldest that is not being written to the disk."""
+        index = (self._newest + 1) % self._num_slots
+        if index == self._pinned:
+            index = (index + 1) % self._num_slots
+        while index >= len(self._slots):
+            self._take_slot(len(self._slots))
+        self._newest = index
+        return index
+
+    def _disk_is_free(self, step: int) -> bool:
+        """Return whether no earlier snapshot is being written to the local disk; report the first that is late."""
+        assert self._connection is not None
+        if self._pinned is not None and not self._connection.ask({"op": "disk", "rank": self.rank})["busy"]:
+            self._pinned = None
+        late = self._pinned is not None
+        if late and not self._disk_late:
+            self._event("local_disk_failed", reason=f"step {step}: an earlier step is still being written")
+        self._disk_late = late
+        return not late
 
     def _take_slot(self, index: int) -> None:
         """Map a slot when it is first used; the agent allocates one after the other."""
@@ -237,20 +285,20 @@ class MemoryTier:
         by_name = {piece.name: piece for piece in self._placed}
         self._targets.append([_view(slot, by_name[name]) for name in self._names])
 
-    def _begin(self, index: int, step: int, sources: list[torch.Tensor], text: bytes) -> None:
+    def _begin(self, index: int, step: int, sources: list[torch.Tensor], text: bytes, disk: bool) -> None:
         """Copy into a slot, in the background unless the state is small, and notify the agent."""
         self._slots[index].clear()
-        self._sequence, self._turn = self._sequence + 1, self._turn + 1
+        self._sequence += 1
         content = Content(step, self._sequence, self.generation, self.rank, self.world_size, len(self._table),
-                          self._extra_start, len(text))
+                          self._extra_start, len(text), self._shard, self._num_shards)
         snapshot = Snapshot.of(sources)
         if sum(source.nbytes for source in sources) < BACKGROUND_BYTES:
-            self._fill(index, content, snapshot, sources, text)
+            self._fill(index, content, snapshot, sources, text, disk)
         else:
-            self._copying = self._copier.submit(self._fill, index, content, snapshot, sources, text)
+            self._copying = self._copier.submit(self._fill, index, content, snapshot, sources, text, disk)
 
     def _fill(self, index: int, content: Content, snapshot: Snapshot, sources: list[torch.Tensor],
-              text: bytes) -> None:
+              text: bytes, disk: bool) -> None:
         began = time.monotonic()
         slot = self._slots[index]
         connection = self._connection
@@ -260,7 +308,7 @@ class MemoryTier:
         slot.commit(content)
         if connection is None:
             raise ConnectionError("the tier was given up")
-        connection.send({"op": "put", "slot": index})
+        connection.send({"op": "put", "slot": index, "disk": disk})
         self._awaiting_answer = True
         self.last["copy_seconds"] = time.monotonic() - began
 
@@ -286,6 +334,10 @@ class MemoryTier:
         self.last |= {key: answer[key] for key in ("bytes", "hash_seconds", "push_seconds")}
         self.last["copied"] = bool(answer["copied_to"])
         self.costs.append(self.last["stall_seconds"] - self.last["setup_seconds"] + self.last["push_seconds"])
+        if not answer["disk_busy"]:
+            self._pinned = None
+        if answer["disk_problem"]:
+            self._event("local_disk_failed", reason=answer["disk_problem"])
         if answer["refused"] and not (self._replica_lost and not answer["copied_to"]):
             self._event("replica_lost", reason=answer["refused"], copies_to=answer["copied_to"])
         self._replica_lost = bool(self.replicas) and not answer["copied_to"]

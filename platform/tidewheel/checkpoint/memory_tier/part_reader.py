@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import xxhash
 from tidewheel.checkpoint.memory_tier.inventory import ASK_SECONDS, Copy
 from tidewheel.checkpoint.memory_tier.protocol import Address, Connection, connect
 from tidewheel.checkpoint.memory_tier.slots import Slot, block_of, block_range, hash_blocks
-from tidewheel.checkpoint.memory_tier.table import Piece, parse
+from tidewheel.checkpoint.memory_tier.table import Piece, parse, parse_holders
 from tidewheel.checkpoint.tensor_entry import TensorEntry
 from tidewheel.errors import CheckpointError
 
@@ -41,6 +42,9 @@ class PartReader:
         self.rules: dict[str, TensorEntry] = {}
         """Of the tensors of all ranks, by name; empty: not known."""
         self.extra: dict[str, Any] = {}
+        self.read_bytes: Counter[str] = Counter()
+        """Bytes that were read, by the origin of the copy."""
+        self._table = b""
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Connection]] = {}
         self._mapped: dict[str, Slot] = {}
@@ -53,6 +57,10 @@ class PartReader:
             CheckpointError: they are damaged or gone in all copies.
         """
         self._from_any(self._describe)
+
+    def holders(self) -> list[int]:
+        """Return for each rank the first that holds the same part, as the described part says; empty: not known."""
+        return parse_holders(self._table)
 
     def read(self, start: int, end: int) -> memoryview:
         """Return bytes [start, end) of the slot, checked; valid until this thread's next call.
@@ -81,6 +89,7 @@ class PartReader:
             raise ValueError("its table is damaged")
         self.extra = json.loads(extra)
         self.pieces, self.rules = parse(table, answer["extra_start"])
+        self._table = bytes(table)
 
     def _read(self, copy: Copy, start: int, end: int) -> memoryview:
         near = copy.agent == self._mine
@@ -96,6 +105,8 @@ class PartReader:
                 connection.receive_into(data)
         if not np.array_equal(hash_blocks(data), np.array(hashes, dtype=np.uint64)):
             raise ValueError("its content is damaged")
+        with self._lock:
+            self.read_bytes[copy.origin] += stop - begin
         return data[start - begin:end - begin]
 
     @contextlib.contextmanager

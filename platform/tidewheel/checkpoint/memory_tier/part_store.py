@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -21,8 +21,8 @@ from tidewheel.checkpoint.memory_tier.slots import (
     Slot,
 )
 
-Origin = Literal["own", "copy"]
-"""Whether a worker of this node wrote a part, or it is a replica from another node."""
+Origin = Literal["own", "copy", "disk"]
+"""Whether a worker of this node wrote a part, it is a replica from another node, or it is a file of the local disk."""
 SETTLED = 3
 """Once a generation's third snapshot is held, its first is complete on all nodes: older generations are dropped."""
 
@@ -66,6 +66,7 @@ class PartStore:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._parts: dict[Path, Part] = {}
+        self._on_disk: dict[Path, Part] = {}
         self._replica_slots: dict[tuple[int, int], list[Slot]] = {}  # by (generation, rank)
         self._free: list[Slot] = []
         self._workers: set[SlotOwner] = set()
@@ -89,7 +90,7 @@ class PartStore:
     def parts(self) -> list[Part]:
         """Return all parts, in no particular order."""
         with self._lock:
-            return list(self._parts.values())
+            return [*self._parts.values(), *self._on_disk.values()]
 
     def part(self, number: int) -> Part:
         """Return the part with this number.
@@ -121,6 +122,20 @@ class PartStore:
             self.forget(before=content.generation)
         return part
 
+    def add_from_disk(self, part: Part) -> None:
+        """Serve a file of the local disk.
+
+        Args:
+            part: as `disk_file.read` returns it; it gets a number.
+        """
+        with self._lock:
+            self._on_disk[part.slot.path] = replace(part, number=next(self._numbers))
+
+    def drop_from_disk(self, path: Path) -> None:
+        """Serve a file of the local disk no longer."""
+        with self._lock:
+            self._on_disk.pop(path, None)
+
     def forget(self, *, before: int | None = None, rank: int | None = None) -> None:
         """Drop the parts of generations before `before` (default: of all), of `rank` (default: of all ranks)."""
         def matches(generation: int, of_rank: int) -> bool:
@@ -145,6 +160,8 @@ class PartStore:
             slots = [part.slot for part in self._parts.values()] + self._free
             slots += [slot for replicas in self._replica_slots.values() for slot in replicas]
             self._parts, self._free, self._replica_slots = kept, [], {}
+            self._on_disk = {path: part for path, part in self._on_disk.items()
+                             if (part.content.generation, part.content.step) == (generation, step)}
         for slot in slots:
             if slot.path not in kept:
                 slot.unlink()

@@ -45,7 +45,8 @@ def _carry_out(agent: Agent, connection: Connection, message: dict[str, Any], wo
             if "generation" in message:
                 agent.hear_of(int(message["generation"]))
             connection.send({"parts": _inventory(agent), "workers": agent.store.num_workers,
-                             "generation": agent.generation, "uploads": bool(agent.orphan_upload.checkpoints)})
+                             "generation": agent.generation, "uploads": bool(agent.orphan_upload.checkpoints),
+                             **({} if agent.disk is None else {"damaged": list(agent.disk.damaged)})})
         case "describe":
             agent.add_reader(connection)
             _describe(connection, agent.store.part(message["part"]))
@@ -59,9 +60,13 @@ def _carry_out(agent: Agent, connection: Connection, message: dict[str, Any], wo
         case "slot":
             connection.send({"path": str(worker.slot(int(message["slot"])).path)})
         case "put":
-            connection.send(worker.put(int(message["slot"])))
+            connection.send(worker.put(int(message["slot"]), disk=bool(message.get("disk"))))
+        case "disk":
+            connection.send({"busy": agent.disk is not None and agent.disk.busy(int(message["rank"]))})
         case "forget":
             agent.store.forget(rank=int(message["rank"]))
+            if agent.disk is not None:
+                agent.disk.discard()
             worker.forget(message)
             connection.send({})
         case "abandon":
@@ -85,7 +90,8 @@ def _carry_out(agent: Agent, connection: Connection, message: dict[str, Any], wo
 def _inventory(agent: Agent) -> list[dict[str, Any]]:
     return [{"part": part.number, "origin": part.origin, "path": str(part.slot.path), "step": part.content.step,
              "generation": part.content.generation, "rank": part.content.rank,
-             "world_size": part.content.world_size, "bytes": part.content.end}
+             "world_size": part.content.world_size, "bytes": part.content.end,
+             "shard": part.content.shard, "num_shards": part.content.num_shards}
             for part in agent.store.parts() if part.intact]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +37,8 @@ READERS = 4
 
 
 def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any = None,
-         own_agent: Address | None = None) -> dict[str, Any]:
+         own_agent: Address | None = None,
+         on_read: Callable[[Mapping[str, int]], None] | None = None) -> dict[str, Any]:
     """Fill the tensors of `state` in place, whatever layout wrote the step, and return its `extra`.
 
     Every byte is checked against its hash before it is used. When one copy of a part is damaged or lost, another is
@@ -48,13 +49,14 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
         state: nested dict of tensors.
         process_group: all ranks of it raise when one does; None: no collective, each rank's outcome is its own.
         own_agent: the agent of this node.
+        on_read: called with the bytes that all ranks have read, by the origin of the copies (`inventory.ORIGINS`).
 
     Raises:
         CheckpointError: a part is damaged or gone in all copies, or the state does not fit. The tensors may have been
             changed.
     """
     alone = process_group is None
-    outcome: dict[str, Any] | CheckpointError | None
+    outcome: tuple[dict[str, Any] | None, Counter[str]] | CheckpointError
     try:
         outcome = _load(recoverable, state, own_agent, wants_extra=alone or dist.get_rank(process_group) == 0)
     except CheckpointError as error:
@@ -63,11 +65,17 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
     if not alone:
         outcomes *= dist.get_world_size(process_group)
         dist.all_gather_object(outcomes, outcome, group=process_group)
+    extra: dict[str, Any] | None = None
+    read: Counter[str] = Counter()
     for other in outcomes:
         if isinstance(other, CheckpointError):
             raise other
-    assert isinstance(outcomes[0], dict)
-    return outcomes[0]
+        extra = other[0] if extra is None else extra
+        read += other[1]
+    assert extra is not None
+    if on_read is not None:
+        on_read(read)
+    return extra
 
 
 def describe(recoverable: Recoverable) -> dict[str, Any] | None:
@@ -83,30 +91,44 @@ def describe(recoverable: Recoverable) -> dict[str, Any] | None:
 
 
 def _load(recoverable: Recoverable, state: dict[str, Any], own_agent: Address | None, *,
-          wants_extra: bool) -> dict[str, Any] | None:
-    """Fill the tensors; return the `extra` of the first rank, if it is wanted."""
+          wants_extra: bool) -> tuple[dict[str, Any] | None, Counter[str]]:
+    """Fill the tensors; return the `extra` of the first rank, if it is wanted, and the bytes read by origin."""
     flat = flatten(state)
     where = f"memory tier, step {recoverable.step}"
-    parts = [PartReader(_near(copies, own_agent), recoverable.run_token, own_agent) for copies in recoverable.copies]
+    known = {rank: PartReader(_near(copies, own_agent), recoverable.run_token, own_agent)
+             for rank, copies in enumerate(recoverable.copies) if copies}
     with ThreadPoolExecutor(READERS, thread_name_prefix="memory tier") as pool:
         try:
-            first = [part for part in parts if part.near] or parts[:1]
+            first = [part for part in known.values() if part.near] or [known[0]]
             list(pool.map(PartReader.describe, first))
+            parts = _with_copies(known, recoverable, first[0], where)
             folding = Folding(flat, _stored(first))
             flat = folding.tensors
             others = _needed(flat, parts, first, where)
             if wants_extra and parts[0] not in first:
                 others.add(0)
-            list(pool.map(PartReader.describe, [parts[rank] for rank in sorted(others)]))
+            list(pool.map(PartReader.describe, dict.fromkeys(parts[rank] for rank in sorted(others))))
             requests = _requests(flat, parts, where)
             work = [(parts[rank], window) for rank, wanted in requests.items()
                     for window in windows(wanted, BLOCK_BYTES)]
             list(pool.map(lambda item: _fill(*item), work))
             folding.add_up()
         finally:
-            for part in parts:
+            for part in known.values():
                 part.close()
-    return parts[0].extra if wants_extra else None
+    return known[0].extra if wants_extra else None, sum((part.read_bytes for part in known.values()), Counter())
+
+
+def _with_copies(known: Mapping[int, PartReader], recoverable: Recoverable, described: PartReader,
+                 where: str) -> list[PartReader]:
+    """Return the part of each rank; of one that is lost, that of a rank which holds the same."""
+    holders: Sequence[int] = described.holders() if recoverable.lost else range(recoverable.world_size)
+    if len(holders) != recoverable.world_size:
+        raise CheckpointError("a part is lost, and who has a copy of it is not known", where=where, fix=FALLBACK)
+    by_holder = {holders[rank]: part for rank, part in sorted(known.items(), key=lambda item: item[1].near)}
+    if missing := [rank for rank in recoverable.lost if holders[rank] not in by_holder]:
+        raise CheckpointError(f"the parts of ranks {missing} are lost, with all copies", where=where, fix=FALLBACK)
+    return [known.get(rank) or by_holder[holders[rank]] for rank in range(recoverable.world_size)]
 
 
 def _stored(parts: Sequence[PartReader]) -> dict[str, TensorEntry | Piece]:

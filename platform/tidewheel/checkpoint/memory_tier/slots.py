@@ -29,6 +29,8 @@ BLOCK_BYTES = 1 << 20
 SLOTS_PER_WORKER = 3
 """A replica may lag one snapshot behind. So a lost worker leaves snapshot i or i - 1 while the others are between i and
 i + 1: they must keep i - 1 until i + 1 is complete."""
+MAX_SLOTS = SLOTS_PER_WORKER + 1
+"""With a local disk, one more: the slot that is being written to it keeps its content."""
 REPLICA_SLOTS = 2
 """Slots for the replicas of one worker: one is complete while the next arrives."""
 EXTRA_BYTES = 1 << 20
@@ -52,6 +54,10 @@ class Content:
     extra_start: int
     """First byte of the JSON of `extra`; the tensors end before it."""
     extra_bytes: int
+    shard: int = -1
+    """Index of this part among the different ones: ranks that hold copies of each other have the same. -1: unknown."""
+    num_shards: int = 0
+    """Number of different parts; 0: unknown."""
 
     @property
     def end(self) -> int:
@@ -76,7 +82,7 @@ class Slot:
         finally:
             os.close(file)
         self.bytes = memoryview(self._map)
-        self._header = np.frombuffer(self._map, np.int64, 10)
+        self._header = np.frombuffer(self._map, np.int64, 11)
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> Slot:
@@ -107,13 +113,14 @@ class Slot:
 
     def commit(self, content: Content) -> None:
         """Mark the slot as holding `content`, all of which has been written."""
-        self._header[2:9] = (content.sequence, content.generation, content.rank, content.world_size,
-                             content.table_bytes, content.extra_start, content.extra_bytes)
+        self._header[2:11] = (content.sequence, content.generation, content.rank, content.world_size,
+                              content.table_bytes, content.extra_start, content.extra_bytes,
+                              content.shard, content.num_shards)
         self._header[_STEP] = content.step
 
     def content(self) -> Content | None:
         """Return what the slot holds; None while it is empty or being written."""
-        magic, step, *values = (int(value) for value in self._header[:9])
+        magic, step, *values = (int(value) for value in self._header[:11])
         if magic != _MAGIC or step < 0:
             return None
         content = Content(step, *values)

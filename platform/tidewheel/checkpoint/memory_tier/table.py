@@ -43,12 +43,14 @@ class Piece:
         return math.prod(self.sizes) * self.itemsize
 
 
-def lay_out(pieces: Sequence[Piece], rules: Mapping[str, TensorEntry]) -> tuple[bytes, list[Piece], int]:
+def lay_out(pieces: Sequence[Piece], rules: Mapping[str, TensorEntry],
+            holders: Sequence[int] = ()) -> tuple[bytes, list[Piece], int]:
     """Lay out the pieces behind the table.
 
     Args:
         pieces: of this worker.
         rules: of the tensors of all workers, by name; empty: not known.
+        holders: for each worker, the first that holds the same part; empty: not known, or nobody's is another's.
 
     Returns:
         the table as JSON; the pieces with their `start`; the byte at which the last one ends.
@@ -63,7 +65,8 @@ def lay_out(pieces: Sequence[Piece], rules: Mapping[str, TensorEntry]) -> tuple[
     rows = [[piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, start]
             for piece, start in zip(pieces, relative)]
     shared = {name: entry_json(entry) for name, entry in rules.items()}
-    text = json.dumps({"pieces": rows, "rules": shared}, separators=(",", ":")).encode()
+    table = {"pieces": rows, "rules": shared, **({"holders": list(holders)} if holders else {})}
+    text = json.dumps(table, separators=(",", ":")).encode()
     first = tensors_start(len(text))
     placed = [Piece(piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, first + start)
               for piece, start in zip(pieces, relative)]
@@ -101,6 +104,18 @@ def parse(text: bytes, end: int) -> tuple[list[Piece], dict[str, TensorEntry]]:
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"not a table of tensors: {error}") from None
     return pieces, rules
+
+
+def parse_holders(text: bytes) -> list[int]:
+    """Return for each worker the first that holds the same part, as `lay_out` was given; empty if it was not.
+
+    Raises:
+        ValueError: the table is damaged.
+    """
+    try:
+        return [_count(value) for value in json.loads(text).get("holders", [])]
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"not a table of tensors: {error}") from None
 
 
 def _counts(values: Sequence[int]) -> tuple[int, ...]:

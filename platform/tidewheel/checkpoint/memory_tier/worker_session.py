@@ -8,9 +8,10 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tidewheel.checkpoint.memory_tier.part_store import Part
 from tidewheel.checkpoint.memory_tier.protocol import Address, FileRange
 from tidewheel.checkpoint.memory_tier.replicas import ReplicaSender
-from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES, SLOTS_PER_WORKER, Slot
+from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES, MAX_SLOTS, SLOTS_PER_WORKER, Slot
 from tidewheel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class WorkerSession:
         self._replicas = ReplicaSender((), agent.token)
         self._last_sequence = 0
         self.slots: list[Slot] = []
+        self._num_slots = SLOTS_PER_WORKER
         self._allocating: threading.Thread | None = None
         self._slot_added = threading.Condition()
         self._problem: Exception | None = None
@@ -37,8 +39,8 @@ class WorkerSession:
         """Begin to allocate the worker's slots. Parts in its previous slots are still served.
 
         Args:
-            message: "generation", "capacity" in bytes, "replicas" (agents that may hold replicas, in order of
-                preference), and what `Agent.learn` takes.
+            message: "generation", "capacity" in bytes, "slots" (their number), "replicas" (agents that may
+                hold replicas, in order of preference), and what `Agent.learn` takes.
 
         Raises:
             CheckpointError: a newer epoch has begun.
@@ -51,13 +53,14 @@ class WorkerSession:
         self._replicas = ReplicaSender([Address(str(host), int(port)) for host, port in message["replicas"]],
                                        self._agent.token)
         self.slots, self._problem = [], None
+        self._num_slots = min(int(message.get("slots", SLOTS_PER_WORKER)), MAX_SLOTS)
         self._agent.store.enrol(self)
         self._allocating = threading.Thread(target=self._allocate, args=(int(message["capacity"]),), daemon=True)
         self._allocating.start()
 
     def _allocate(self, capacity: int) -> None:
         """Allocate all slots, one after the other: new pages take seconds per gigabyte, and training need not wait."""
-        for _ in range(SLOTS_PER_WORKER):
+        for _ in range(self._num_slots):
             try:
                 slot: Slot | None = self._agent.store.allocate(capacity)
             except (CheckpointError, OSError) as error:
@@ -76,7 +79,7 @@ class WorkerSession:
             CheckpointError: there is not enough shared memory.
             LookupError: the worker has no slot with this index.
         """
-        if not 0 <= index < SLOTS_PER_WORKER:
+        if not 0 <= index < self._num_slots:
             raise LookupError(f"there is no slot {index}")
         with self._slot_added:
             self._slot_added.wait_for(lambda: len(self.slots) > index or self._problem is not None)
@@ -89,12 +92,17 @@ class WorkerSession:
         if self._allocating is not None:
             self._allocating.join()
 
-    def put(self, index: int) -> dict[str, Any]:
+    def put(self, index: int, *, disk: bool = False) -> dict[str, Any]:
         """Hash and serve slot `index`, which the worker has filled, and send a replica.
+
+        Args:
+            index: of the slot.
+            disk: also write it to the local disk, in the background.
 
         Returns:
             the answer to the worker: "step", "bytes", "hash_seconds", "push_seconds", "copied_to" ("host:port" of the
-            agent that holds the replica, or "") and "refused" (why other agents did not take it).
+            agent that holds the replica, or ""), "refused" (why other agents did not take it), "disk_busy" (a part of
+            this worker is being written to the local disk) and "disk_problem" (why the last such write failed, or "").
 
         Raises:
             CheckpointError: a newer epoch has begun.
@@ -112,11 +120,22 @@ class WorkerSession:
         part = self._agent.hold(slot, content, "own", hashes)
         self._last_sequence = content.sequence
         hashed = time.monotonic()
+        on_disk = self._to_disk(part, disk)
         copied_to, refused = self._replicas.send(
             {"op": "store", "content": asdict(content)},
             FileRange(part.slot.path, HEADER_BYTES, content.end), part.hashes.tobytes())
         return {"step": content.step, "bytes": content.end, "hash_seconds": hashed - began,
-                "push_seconds": time.monotonic() - hashed, "copied_to": copied_to, "refused": refused}
+                "push_seconds": time.monotonic() - hashed, "copied_to": copied_to, "refused": refused, **on_disk}
+
+    def _to_disk(self, part: Part, requested: bool) -> dict[str, Any]:
+        """Write a part to the local disk if that is requested; return the state of these writes."""
+        disk = self._agent.disk
+        if disk is None:
+            problem = self._agent.disk_problem if requested else ""
+            return {"disk_busy": False, "disk_problem": problem}
+        if requested:
+            disk.write(part)
+        return {"disk_busy": disk.busy(part.content.rank), "disk_problem": disk.take_problem()}
 
     def forget(self, message: dict[str, Any]) -> None:
         """Pass a request to forget on to the agents that hold this worker's replicas."""

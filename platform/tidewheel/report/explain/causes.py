@@ -144,6 +144,7 @@ ALONE = {
     "checkpoint_refused": ("damaged_checkpoint", ("checkpoint", "reason")),
     "memory_refused": ("damaged_checkpoint", ("reason",)),
     "shard_read_again": ("bad_data", ("shard", "problem")),
+    "local_disk_refused": ("memory_tier", ("reason",)), "local_disk_failed": ("memory_tier", ("reason",)),
     "memory_tier_lost": ("memory_tier", ("reason",)), "replica_lost": ("memory_tier", ("reason",)),
     "generator_lost": ("generator", ("why",)), "slow_worker": ("slow_worker", ("gpu",)),
     "straggler": ("slow_worker", ("gpu",)), "taken_over": ("taken_over", ("error",)),

@@ -238,7 +238,7 @@ def reduces_always(config: TrainConfig, mesh: Mesh, num_parameters: int) -> bool
         num_parameters: of the whole model.
     """
     reduce = config.parallel.reduce
-    if config.parallel.reduce_dtype == "bf16" and config.parallel.replicate > 1:
+    if config.parallel.reduce_dtype == "bf16" and config.parallel.has_copies:
         return False  # FSDP2 would add up micro-batches in bf16 before the all-reduce over replicas
     sharded = mesh.size("shard", "context") > 1 or config.parallel.offload
     return (config.parallel.fully_sharded and sharded

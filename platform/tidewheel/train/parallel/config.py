@@ -25,6 +25,10 @@ class ParallelConfig(Config):
     replicate: int = Field(default=1, ge=1)
     """For zero2 and zero3: number of copies of the model, each sharded over 1/replicate of the data-parallel workers
     (HSDP). ddp and zero1 have a copy on each worker; leave it at 1."""
+    shard: int | None = Field(default=None, ge=1)
+    """For zero2 and zero3, in the place of `replicate`: number of data-parallel workers that share a copy of the model,
+    its replica group. There are as many copies as the workers of the moment make up: when a group loses a worker, the
+    other groups go on at once, each with more of the global batch."""
     tensor: int = Field(default=1, ge=1)
     """Workers that share each layer, with sequence and loss parallel."""
     async_tensor: bool = False
@@ -72,14 +76,21 @@ class ParallelConfig(Config):
         if self.replicate > 1 and not self.fully_sharded:
             raise ValueError(f"replicate {self.replicate} is for zero2 and zero3, but data is {self.data}, which has a "
                              "copy per worker; nearest legal choice: replicate 1, or data zero3")
+        if self.shard is not None and not self.fully_sharded:
+            raise ValueError(f"shard {self.shard} is for zero2 and zero3, but data is {self.data}; nearest legal "
+                             "choice: leave shard out, or data zero3")
+        if self.shard is not None and self.replicate > 1:
+            raise ValueError(f"replicate {self.replicate} fixes the number of copies, and shard {self.shard} the "
+                             "workers of each; nearest legal choice: replicate 1")
         if self.reduce == "micro_batch" and not self.fully_sharded:
             raise ValueError(f"reduce micro_batch is for zero2 and zero3, but data is {self.data}, which keeps whole "
                              "gradients anyway; nearest legal choice: step")
         if self.reduce == "micro_batch" and self.pipeline > 1:
             raise ValueError("reduce micro_batch, but torch's pipelines reduce after the last micro-batch; nearest "
                              "legal choice: step")
-        if self.reduce_dtype == "bf16" and self.replicate > 1 and self.reduce == "micro_batch":
-            raise ValueError(f"reduce_dtype bf16 with replicate {self.replicate} and reduce micro_batch would add up "
+        if self.reduce_dtype == "bf16" and self.has_copies and self.reduce == "micro_batch":
+            copies = f"shard {self.shard}" if self.shard is not None else f"replicate {self.replicate}"
+            raise ValueError(f"reduce_dtype bf16 with {copies} and reduce micro_batch would add up "
                              "micro-batches in bf16; nearest legal choice: reduce step, or reduce_dtype fp32")
         if self.async_tensor and self.tensor == 1:
             raise ValueError("async_tensor overlaps the collectives of tensor parallelism, but tensor is 1; nearest "
@@ -103,6 +114,27 @@ class ParallelConfig(Config):
     def fully_sharded(self) -> bool:
         """Return whether FSDP2 shards the parameters."""
         return self.data in ("auto", "zero2", "zero3")
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether FSDP2 may have several copies of the model (HSDP)."""
+        return self.replicate > 1 or self.shard is not None
+
+    def copies(self, data: int) -> int:
+        """Return the number of copies of the model that FSDP2 shards.
+
+        Args:
+            data: data-parallel workers, a legal number.
+        """
+        return self.replicate if self.shard is None else data // self.shard
+
+    @property
+    def group(self) -> int:
+        """Return the number of workers of a replica group, which hold one copy of the model; 0 without such groups.
+
+        Their ranks are neighbours, but for a pipeline's.
+        """
+        return 0 if self.shard is None or self.pipeline > 1 else self.shard * self.unit
 
     @property
     def stages_per_rank(self) -> int:

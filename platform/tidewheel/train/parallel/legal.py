@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | None = None, *, unit: int = 1,
-                replicate: int = 1, context: int = 1, expert: int = 1) -> tuple[int, ...]:
+                replicate: int = 1, shard: int | None = None, context: int = 1, expert: int = 1) -> tuple[int, ...]:
     """Return the legal numbers of workers, ascending.
 
     A legal number is `unit` times a data-parallel size that divides `virtual_ranks`. Then every data rank has the same
@@ -34,20 +34,23 @@ def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | Non
         max_workers: largest number; None: no limit.
         unit: workers of one copy of the model, tensor x pipeline x context.
         replicate: number of copies that HSDP shards; the data-parallel size is a multiple of it.
+        shard: data-parallel workers of each copy, in the place of `replicate`; the data-parallel size is a multiple.
         context: workers that share each sequence.
         expert: workers that share the experts; each copy has a multiple of it in shard x context.
     """
     most = virtual_ranks * unit if max_workers is None else min(max_workers, virtual_ranks * unit)
-    data = range(replicate, most // unit + 1, replicate)
+    step = shard or replicate
+    data = range(step, most // unit + 1, step)
     return tuple(size * unit for size in data if size * unit >= min_workers and virtual_ranks % size == 0
-                 and size // replicate * context % expert == 0)
+                 and (shard or size // replicate) * context % expert == 0)
 
 
 def _legal_sizes(config: TrainConfig, min_workers: int = 1, max_workers: int | None = None) -> tuple[int, ...]:
     """Return `legal_sizes` of the layout of `config`."""
     parallel = config.parallel
     return legal_sizes(config.batch.virtual_ranks, min_workers, max_workers, unit=parallel.unit,
-                       replicate=parallel.replicate, context=parallel.context, expert=parallel.expert)
+                       replicate=parallel.replicate, shard=parallel.shard, context=parallel.context,
+                       expert=parallel.expert)
 
 
 def sizes(config: TrainConfig) -> tuple[int, ...]:
@@ -239,15 +242,20 @@ def _workers(config: TrainConfig) -> str | None:
     least, most = elastic.min_workers, elastic.max_workers
     if fitting := _legal_sizes(config, least, most):
         return schedule(config, fitting[0])
-    if parallel.unit == parallel.replicate == parallel.expert == 1:
+    if parallel.unit == parallel.replicate == parallel.expert == 1 and parallel.shard is None:
         return f"no number of workers from {least} to {most} divides batch.virtual_ranks {virtual}"
     possible = _legal_sizes(config)
+    if not possible and parallel.shard is not None and virtual % parallel.shard:
+        return (f"parallel.shard {parallel.shard} does not divide batch.virtual_ranks {virtual}; nearest that does: "
+                f"{nearest(parallel.shard, divisors(virtual))}")
     if not possible and parallel.expert > 1:
         return _expert(config)
     if not possible:
         return (f"parallel.replicate {parallel.replicate} does not divide batch.virtual_ranks {virtual}; nearest that "
                 f"does: {nearest(parallel.replicate, divisors(virtual))}")
     copies = f" and is a multiple of replicate {parallel.replicate}" if parallel.replicate > 1 else ""
+    if parallel.shard is not None:
+        copies = f" and is a multiple of shard {parallel.shard}"
     if parallel.expert > 1:
         copies += f", with a multiple of expert {parallel.expert} in shard x context of each copy"
     return (f"no number of workers from {least} to {most} (elastic.min_workers, max_workers) fits "
@@ -258,8 +266,8 @@ def _workers(config: TrainConfig) -> str | None:
 def _expert(config: TrainConfig) -> str:
     """Return why no number of workers has groups of `parallel.expert`."""
     parallel, virtual = config.parallel, config.batch.virtual_ranks
-    shared = {size // parallel.replicate * parallel.context for size in divisors(virtual)
-              if size % parallel.replicate == 0}
+    shared = {size // parallel.copies(size) * parallel.context for size in divisors(virtual)
+              if size % (parallel.shard or parallel.replicate) == 0}
     legal = [expert for expert in range(1, max(shared, default=1) + 1) if any(size % expert == 0 for size in shared)]
     return (f"parallel.expert {parallel.expert} divides shard x context of no number of workers, which batch."
             f"virtual_ranks {virtual} must share evenly; nearest that does: {nearest(parallel.expert, legal)}")
@@ -375,8 +383,12 @@ def check_world(config: TrainConfig, world_size: int) -> None:
     if virtual % data:
         raise ConfigError(f"{data} workers cannot share {virtual} virtual ranks evenly", where="batch.virtual_ranks",
                           fix="make it a multiple of every number of workers the run may have, such as 12 or 60")
+    if parallel.shard is not None and data % parallel.shard:
+        raise ConfigError(f"{data} data-parallel workers are not a multiple of parallel.shard {parallel.shard}; "
+                          f"nearest number of workers that is legal: {near}", where="parallel.shard",
+                          fix=f"start {near} workers, or change shard")
     if data % parallel.replicate == 0:
-        ranks = data // parallel.replicate * parallel.context
+        ranks = data // parallel.copies(data) * parallel.context
         raise ConfigError(f"{ranks} worker(s) of shard x context are not a multiple of parallel.expert "
                           f"{parallel.expert}; nearest number of workers that is legal: {near}",
                           where="parallel.expert", fix=f"start {near} workers, or change expert")
@@ -387,8 +399,8 @@ def check_world(config: TrainConfig, world_size: int) -> None:
 
 def describe(parallel: ParallelConfig) -> str:
     """Return a description for messages: "a mesh of tensor 2 x pipeline 2"."""
-    parts = [f"{name} {getattr(parallel, name)}" for name in ("tensor", "pipeline", "context", "replicate", "expert")
-             if getattr(parallel, name) > 1]
+    names = ("tensor", "pipeline", "context", "replicate", "shard", "expert")
+    parts = [f"{name} {size}" for name in names if (size := getattr(parallel, name) or 1) > 1]
     return "a mesh of " + (" x ".join(parts) or "data-parallel workers")
 
 

@@ -230,6 +230,6 @@ def is_alone(parallel: ParallelConfig, sizes: dict[str, int]) -> bool:
 def mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
     """Return the size of each of `DIMS` for a world size that `legal.check_world` accepts."""
     data = world_size // parallel.unit
-    replicate = parallel.replicate if parallel.fully_sharded else data
+    replicate = parallel.copies(data) if parallel.fully_sharded else data
     return {"pipeline": parallel.pipeline, "replicate": replicate, "shard": data // replicate,
             "context": parallel.context, "tensor": parallel.tensor}

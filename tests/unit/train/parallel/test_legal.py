@@ -33,6 +33,23 @@ def test_legal_sizes_are_all_numbers_that_share_the_work_evenly(virtual, unit, r
     assert list(sizes) == possible
 
 
+@given(virtual=st.integers(1, 64), unit=st.integers(1, 4), shard=st.integers(1, 6), context=st.integers(1, 2),
+       expert=st.integers(1, 4))
+def test_replica_groups_of_a_fixed_size_are_whole(virtual, unit, shard, context, expert):
+    sizes = legal.legal_sizes(virtual, 1, 64, unit=unit, shard=shard, context=context, expert=expert)
+    possible = [size for size in range(1, 65) if size % unit == 0 and virtual % (size // unit) == 0
+                and size // unit % shard == 0 and shard * context % expert == 0]
+    assert list(sizes) == possible
+
+
+def test_the_number_of_replica_groups_follows_from_the_workers():
+    config = ParallelConfig(data="zero3", shard=2, tensor=2)
+    assert [mesh_sizes(config, world)["replicate"] for world in (4, 8, 12)] == [1, 2, 3]
+    assert {mesh_sizes(config, world)["shard"] for world in (4, 8, 12)} == {2}
+    assert config.group == 4
+    assert ParallelConfig(data="zero3", replicate=2).group == 0
+
+
 @given(st.sampled_from(["ddp", "zero1", "zero2", "zero3", "auto"]), st.sampled_from([1, 2, 4]),
        st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.integers(1, 8))
 def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size):
@@ -84,6 +101,11 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
     (["parallel.tensors=2"], "did you mean 'tensor'"),
     (["parallel.replicate=3", "batch.virtual_ranks=4"], "replicate 3 does not divide batch.virtual_ranks 4; nearest"),
     (["parallel.replicate=4", "elastic.max_workers=2"], "nearest that is: 4"),
+    (["parallel.shard=3", "batch.virtual_ranks=4"], "shard 3 does not divide batch.virtual_ranks 4; nearest"),
+    (["parallel.shard=4", "elastic.max_workers=2"], "multiple of shard 4; nearest that is: 4"),
+    (["parallel.shard=2", "parallel.replicate=2"], "nearest legal choice: replicate 1"),
+    (["parallel.shard=2", "parallel.data=ddp"], "leave shard out, or data zero3"),
+    (["parallel.shard=2", "parallel.reduce_dtype=bf16", "parallel.reduce=micro_batch"], "bf16 with shard 2"),
     (["parallel.tensor=2", "precision=fp8", "fp8={recipe: tensorwise, all_gather: true}"],
      "nearest legal choice: parallel.tensor 1, or fp8.all_gather false"),
     (["parallel.data=ddp", "precision=fp8", "fp8={recipe: tensorwise, all_gather: true}"],
