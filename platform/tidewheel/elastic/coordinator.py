@@ -49,6 +49,7 @@ from tidewheel.elastic.process_log import LogTarget, ProcessLog
 from tidewheel.elastic.run_events import NAMES_NODES, Pace, RunEvents, Snapshot, nodes_of
 from tidewheel.elastic.server import Server
 from tidewheel.elastic.slow import judge
+from tidewheel.elastic.start_times import CONTROLLER, COORDINATOR, FORMED, RESTORED, STEPPED, WORKERS, StartTimes
 from tidewheel.elastic.supervision import Supervisor
 from tidewheel.errors import ClusterError, OwnershipError, StorageError
 from tidewheel.ownership import Renewal
@@ -82,11 +83,14 @@ class Coordinator:
         node: id of this process's node, for the log.
         tensor: ranks of a tensor-parallel group, which stay on one node if they can.
         node_history: folder of the nodes' failures, which several runs share; "" to forget them.
+        called: Unix time at which the driver was asked to train; 0.0: do not measure the start.
+        owned: Unix time since which it owns the run.
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
                  epoch: int = 0, memory_tier: bool = False, log: LogTarget | None = None, node: str = "",
-                 tensor: int = 1, node_history: str = "") -> None:
+                 tensor: int = 1, node_history: str = "", called: float = 0.0, owned: float = 0.0) -> None:
+        self._start_times = StartTimes(called, owned)
         self._log = ProcessLog(log, "coordinator", node)
         elastic = elastic or ElasticConfig()
         first = first_generation(epoch)
@@ -108,6 +112,7 @@ class Coordinator:
         self._slots: dict[str, int] = {}  # room for workers on the nodes that are there
         self._node_history = NodeHistory(storage.store(node_history), run_uri) if node_history else None
         self.event("driver_start", {"first_generation": first, "epoch": epoch})
+        self._reach(COORDINATOR, time.time())
         self._health = NodeHealth(elastic.node_checks, self, self._past_failures(node_history),
                                   history=self._node_history, hosts=self._hosts)
         self._membership = Membership(
@@ -181,6 +186,15 @@ class Coordinator:
         self.event("taken_over", {"generation": self._snapshot.generation, "error": error.what})
         self._decide(lambda: self._membership.give_up(error.what))
 
+    def controller_started(self) -> None:
+        """Note that Ray Train's controller is up."""
+        self._reach(CONTROLLER, time.time())
+
+    def _reach(self, moment: str, unix: float) -> None:
+        started = self._start_times.reach(moment, unix)
+        if started is not None:
+            self.event("started", started)
+
     def say(self, state: str) -> None:
         """Set the state that the driver shows."""
         self._show(state=state)
@@ -197,6 +211,7 @@ class Coordinator:
             workers: node id by worker name.
             anew: the workers are a new group, and the old group's workers no longer exist.
         """
+        self._reach(WORKERS, time.time())
         if self._agents is not None:
             self._agents.want(workers.values())
         self._decide(lambda: self._membership.expect(workers, time.monotonic(), anew=anew))
@@ -369,6 +384,7 @@ class Coordinator:
         self._placements.begin(self._placement(), self._membership.workers)
         HERE.begin(generation, 0)
         logger.info("generation %d begins with %d workers", generation, size)
+        self._reach(FORMED, time.time())
         self._show(generation=generation, size=size, state=state)
         self._past_of_generation = self.past()
 
@@ -429,6 +445,8 @@ class Coordinator:
             case WorkerEvent():
                 detail = self._judged(message.detail) if message.kind == "slow_worker" else message.detail
                 self._record(message.kind, detail, message.time)
+                if message.kind in ("start", "resume"):
+                    self._reach(RESTORED, message.time)
                 if message.kind == "memory_tier_lost" and membership.phase is Phase.RUNNING:
                     self._agent_lost(name)
             case Leaving():
@@ -505,6 +523,8 @@ class Coordinator:
 
     def _step(self, done: StepDone) -> None:
         if done.generation == self._snapshot.generation:
+            if not self._start_times.complete:
+                self._reach(STEPPED, time.time())
             HERE.step = done.step
             progress = {"step": done.step, "steps": done.steps, **done.metrics}
             self._show(progress=progress, state="running")
