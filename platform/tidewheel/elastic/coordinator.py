@@ -26,6 +26,7 @@ from tidewheel.elastic.blame import Blame
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.generation import Limits, Phase
 from tidewheel.elastic.layout import slots
+from tidewheel.elastic.link_checks import LinkChecks
 from tidewheel.elastic.membership import Membership
 from tidewheel.elastic.messages import (
     BEAT_SECONDS,
@@ -134,6 +135,8 @@ class Coordinator:
         self._needs_store = max(sizes) > 1
         self._store: Any = None
         self._agents = AgentSupervisor(Agents(run_uri, log)) if memory_tier else None
+        self._links = LinkChecks(elastic.node_checks.slow_link_factor, self._agents.agents, self.event) \
+            if self._agents is not None and elastic.node_checks.slow_link_factor else None
         self._placements = PlacementOrders()
         self._past_of_generation = self._past
         self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when
@@ -151,6 +154,8 @@ class Coordinator:
         self._renewal = Renewal(self._run, self._epoch, self._lose)
         threading.Thread(target=self._start, args=(host,), name="start", daemon=True).start()
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
+        if self._links is not None:
+            self._links.start()
         self._past_writer.start()
 
     def endpoint(self) -> Endpoint:
@@ -311,6 +316,8 @@ class Coordinator:
             StorageError: the store fails, and some events are lost.
         """
         self._ended.set()
+        if self._links is not None:
+            self._links.stop()
         if self._renewal is not None:
             self._renewal.close()
         if self._server is not None:
@@ -395,19 +402,25 @@ class Coordinator:
 
     # -- the server's handler ----------------------------------------------------------------------
     def opened(self, hello: Hello) -> None:
-        """Admit a worker, once the agent of its node is known."""
+        """Admit a worker, once the agent of its node is known and has tested its links."""
         logger.info("worker %s on node %s is connected", hello.name, hello.node)
         self._known.add(hello.name)
         self._placements.forget(hello.name)
-        if self._agents is None or self._agents.has(hello.node):
+        if self._agents is None or self._is_ready(hello.node):
             self._hello(hello)
         else:
             self._agents.want([hello.node])
             self._waiting[hello.name] = (hello, time.monotonic())
 
+    def _is_ready(self, node: str) -> bool:
+        """Return whether the agent of a node is known and has tested its links."""
+        assert self._agents is not None
+        return self._agents.has(node) and (self._links is None or self._links.tested(node))
+
     def _hello(self, hello: Hello) -> None:
+        problem = hello.problem or (self._links.problem(hello.node) if self._links is not None else "")
         self._membership.hello(hello.name, hello.node, time.monotonic(), spot=hello.spot, device=hello.device,
-                               problem=hello.problem, ask=bool(self._clock_problem(hello.clock, time.time())))
+                               problem=problem, ask=bool(self._clock_problem(hello.clock, time.time())))
 
     def _clock_problem(self, clock: float, since: float) -> str:
         """Return what is wrong with a worker's clock, or "".
@@ -498,8 +511,7 @@ class Coordinator:
         """Act on the time."""
         now = time.monotonic()
         for name, (hello, since) in list(self._waiting.items()):
-            assert self._agents is not None
-            if self._agents.has(hello.node) or now - since > AGENT_SECONDS:
+            if self._is_ready(hello.node) or now - since > AGENT_SECONDS:
                 del self._waiting[name]
                 self._hello(hello)
         self._membership.tick(now)

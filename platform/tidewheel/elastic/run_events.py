@@ -18,9 +18,9 @@ NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", 
                         "storage_away", "memory_refused", "memory_tier_lost", "data_wait", "data_came",
                         "worker_left_out", "worker_readmitted", "taken_over", "setting_changed", "control_error",
                          "tensor_groups_split", "continued_before_decay", "branched", "corruption", "node_excluded",
-                        "node_used_again"})
+                        "node_used_again", "slow_link"})
 #: Events of nodes by their ids, to which the coordinator adds the nodes' hosts.
-NAMES_NODES = frozenset({"failure", "worker_left_out", "worker_readmitted"})
+NAMES_NODES = frozenset({"failure", "worker_left_out", "worker_readmitted", "slow_link"})
 MOST_NEWS = 200
 
 
