@@ -12,11 +12,12 @@ it.
 - host frozen: SIGSTOP to the driver, the coordinator and Ray Train's controller, as if their machine stood still. A
   second driver is started with --take-over. Then they wake up.
 
-`next step` is the time from the signal to the first step that the run had not done before, by the workers' own records;
-`checkpoint` the time to the next committed one. The second table has what `next step` consists of: `driver ends` until
-the killed driver's process (or that of a killed coordinator) has ended, `driver starts` until the new driver's process
-has imported what it needs and connected to Ray, and the parts of its event `started`. The exit code is 1 if a run does
-not continue, if the old driver commits anything after it has woken up, or if the audit fails.
+`old workers end` is the time from the signal until the last of the old driver's workers has ended, `next step` that until
+the first step that the run had not done before, by the workers' own records, `checkpoint` that until the next committed
+one. The second table has what `next step` consists of: `driver ends` until the killed driver's process (or that of a
+killed coordinator) has ended, `driver starts` until the new driver's process has imported what it needs and connected
+to Ray, and the parts of its event `started`. The exit code is 1 if a run does not continue, if the old driver commits
+anything after it has woken up, or if the audit fails.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Outcome:
     case: str
     next_step: float = 0.0
     checkpoint: float = 0.0
+    workers_end: float | None = None
+    """Seconds until no worker's process of the old driver exists any more; None: some do until the run is over."""
     again: int = 0
     """Steps that were done a second time."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -96,11 +99,13 @@ class Case:
         self._outcome = Outcome(name)
         self._second: subprocess.Popen[bytes] | None = None
         self._at = 0.0
+        self._workers: set[int] = set()
 
     def run(self) -> Outcome:
         """Disturb the run, let it finish, and return the cost."""
         world = self._world
         self._until(lambda: world.step >= AT_STEP and has_checkpoints(world), "the run did not start")
+        self._workers = set(world.trainers())
         actions = {"killed": self._kill, "coordinator killed": self._kill_coordinator, "frozen": self._freeze,
                    "frozen, taken over": self._freeze_and_take_over, "host frozen": self._freeze_host}
         actions[self._outcome.case]()
@@ -197,6 +202,8 @@ class Case:
         taken_over = self._outcome.case != "frozen"
 
         def is_committed() -> bool:
+            if outcome.workers_end is None and not any(psutil.pid_exists(pid) for pid in self._workers):
+                outcome.workers_end = time.time() - at
             head = newest(world)
             if not taken_over:
                 return bool(set(head.checkpoints) - set(before.checkpoints))
@@ -268,7 +275,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="tw-driver-") as name:
             outcomes.append(measure(Path(name), case, given.step_seconds))
         print(f"{outcomes[-1]}", file=sys.stderr, flush=True)
-    print_table([{"case": one.case, "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
+    print_table([{"case": one.case, "old workers end, s": "-" if one.workers_end is None else f"{one.workers_end:.1f}",
+                  "next step, s": f"{one.next_step:.1f}", "steps again": one.again,
                   "checkpoint, s": f"{one.checkpoint:.1f}"} for one in outcomes], title="the driver's end")
     started = [one for one in outcomes if one.parts]
     if started:
