@@ -12,12 +12,12 @@ it.
 - host frozen: SIGSTOP to the driver, the coordinator and Ray Train's controller, as if their machine stood still. A
   second driver is started with --take-over. Then they wake up.
 
-`old workers end` is the time from the signal until the last of the old driver's workers has ended, `next step` that until
-the first step that the run had not done before, by the workers' own records, `checkpoint` that until the next committed
-one. The second table has what `next step` consists of: `driver ends` until the killed driver's process (or that of a
-killed coordinator) has ended, `driver starts` until the new driver's process has imported what it needs and connected
-to Ray, and the parts of its event `started`. The exit code is 1 if a run does not continue, if the old driver commits
-anything after it has woken up, or if the audit fails.
+`old workers end` is the time from the signal until the last of the old driver's workers has ended, `next step` that
+until the first step that the run had not done before, by the workers' own records, `checkpoint` that until the next
+committed one. The second table has what `next step` consists of: `driver ends` until the killed driver's process (or
+that of a killed coordinator) has ended, `driver starts` until the new driver's process has imported what it needs and
+connected to Ray, and the parts of its event `started`. The exit code is 1 if a run does not continue, if the old driver
+commits anything after it has woken up, or if the audit fails.
 """
 
 from __future__ import annotations
