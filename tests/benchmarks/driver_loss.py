@@ -241,8 +241,16 @@ class Case:
                 text = (self._world.folder / "second.err").read_text()[-1000:]
                 raise RuntimeError(f"{self._outcome.case}: the second driver ended: {text}")
             if time.monotonic() > until:
-                raise RuntimeError(f"{self._outcome.case}: {problem}")
+                raise RuntimeError(f"{self._outcome.case}: {problem}: {self._state()}")
             time.sleep(0.05)
+
+
+    def _state(self) -> str:
+        """Return what is known of a run that does not go on."""
+        world = self._world
+        kinds = [event["kind"] for event in jsonlog.read(world.run_store, "events.jsonl")]
+        errors = [file.read_text()[-500:] for file in sorted(world.folder.glob("driver-*.err"))]
+        return f"step {world.step}, events {kinds[-20:]}, drivers {errors}"
 
 
 CASES = ("killed", "coordinator killed", "frozen", "frozen, taken over", "host frozen")
