@@ -253,6 +253,8 @@ class Coordinator:
             often = self._health.avoid(self._slots, self._membership.sizes)
             return self._membership.nodes_out(time.monotonic()) | often
 
+        if not self._up.is_set():  # no worker is known yet, so only the nodes' history counts
+            return self._health.avoid(self._slots, self._membership.sizes)
         return self._decide(out)
 
     def nodes_out(self) -> set[str]:

@@ -171,6 +171,7 @@ class Workers:
             self.adopt(self.early)
             self.early = []
             workers = self._gather()
+            ray.get(self.coordinator.endpoint.remote())  # it imports torch meanwhile, which a busy machine makes slow
             group = ElasticWorkerGroup(self, train_run_context, worker_group_context.train_fn_ref, workers)
             group.begin()
         except BaseException:

@@ -135,6 +135,7 @@ class Coordinator:
         self.dead = Method(lambda names, reason: names)
         self.say = Method(self.said.append)
         self.controller_started = Method(lambda: None)
+        self.endpoint = Method(lambda: None)
         self.expect = Method(lambda names, anew: self.expected.append((names, anew)))
         self.raised = Method(self._raised)
 
