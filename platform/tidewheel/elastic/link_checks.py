@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -67,18 +68,27 @@ def measured_and_judged(links: list[Link], factor: float, again: Callable[[list[
     return list(best.values()), verdict
 
 
+def machine_of(host: str) -> str:
+    """Return what tells the machine of a host: its address, but all loopback addresses are of one machine."""
+    try:
+        return "loopback" if ipaddress.ip_address(host).is_loopback else host
+    except ValueError:  # a name
+        return host
+
+
 class LinkChecks:
-    """Tests the links of each new node in a thread of its own. Only links between different hosts tell anything.
+    """Tests the links of each new node in a thread of its own. Only links between different machines tell anything.
 
     Args:
         factor: see `links.judge`.
         agents: returns the agents' addresses by node, and the token by which they know each other.
         record: records an event.
+        machine: returns the machine of a host.
     """
 
     def __init__(self, factor: float, agents: Callable[[], tuple[Mapping[str, Address], str]],
-                 record: Callable[[str, dict[str, Any]], None]) -> None:
-        self._factor, self._agents, self._record = factor, agents, record
+                 record: Callable[[str, dict[str, Any]], None], machine: Callable[[str], str] = machine_of) -> None:
+        self._factor, self._agents, self._record, self._machine = factor, agents, record, machine
         self._tested: set[str] = set()
         self._links: dict[frozenset[str], Link] = {}
         self._problems: dict[str, str] = {}
@@ -115,14 +125,15 @@ class LinkChecks:
         new = addresses.keys() - self._tested
         if not new:
             return
-        of_host: dict[str, str] = {}  # one node of each host
-        for node in sorted(addresses):
-            of_host.setdefault(addresses[node].host, node)
-        pairs = neighbours(sorted(of_host.values()), {of_host[addresses[node].host] for node in new})
+        machines = {node: self._machine(address.host) for node, address in addresses.items()}
+        first: dict[str, str] = {}  # one node of each machine
+        for node in sorted(machines):
+            first.setdefault(machines[node], node)
+        pairs = neighbours(sorted(first.values()), {first[machines[node]] for node in new})
         problems = self._test(addresses, pairs, token) if pairs else {}
         with self._lock:
             for node in new:
-                problem = problems.get(of_host[addresses[node].host], "")
+                problem = problems.get(first[machines[node]], "")
                 if problem:
                     self._problems[node] = problem
             self._tested |= new

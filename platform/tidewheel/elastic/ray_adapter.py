@@ -175,16 +175,16 @@ class ElasticTrainer(DataParallelTrainer):
         self._sizes = sizes
         self._coordinator = coordinator
         self._controller: Any = None
+        self._early: list[tuple[Any, str]] = []
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **train_environment()}
         actor: Any = ray.remote(ElasticController)
         actor = actor.options(num_cpus=0, scheduling_strategy=on_this_node, runtime_env={"env_vars": environment})
-        early = Workers(self._elastic, self._sizes, self._coordinator).start_early()
+        self._early = Workers(self._elastic, self._sizes, self._coordinator).start_early()
         self._controller = actor.remote(elastic=self._elastic, sizes=self._sizes, coordinator=self._coordinator,
-                                        scaling=self._scaling, early=early, **controller_init_kwargs)
-        del early  # the workers end with the controller
+                                        scaling=self._scaling, early=self._early, **controller_init_kwargs)
         ray.get(self._controller.run.remote())
         return ray.get(self._controller.get_result.remote())
 
@@ -203,8 +203,13 @@ class ElasticTrainer(DataParallelTrainer):
             raise _final(error) from error
         except BaseException:
             if self._controller is not None:
-                ray.kill(self._controller)  # Ray ends the actors that it owns: the workers
+                ray.kill(self._controller)  # Ray ends the actors that it owns: the workers that it has started
             raise
+        finally:
+            for actor, _ in self._early:  # this process owns them
+                with contextlib.suppress(Exception):  # the run's outcome matters more; they end with this process
+                    ray.kill(actor)
+            self._early = []
 
 
 def _final(error: TrainingFailedError) -> BaseException:

@@ -134,9 +134,9 @@ def test_an_agent_sends_no_more_than_a_test_may_ask_for(tmp_path: Path):
             connection.close()
 
 
-def test_nodes_that_share_a_host_test_no_link(tmp_path: Path):
+def test_nodes_that_share_a_machine_test_no_link(tmp_path: Path):
     events: list[str] = []
-    with agents(tmp_path, "127.0.0.1", "127.0.0.1") as [a, b]:
+    with agents(tmp_path, "127.0.0.1", "127.0.0.2") as [a, b]:
         addresses = {"a": a, "b": b}
         checks = LinkChecks(FACTOR, lambda: (addresses, AgentAddresses.token), lambda kind, _: events.append(kind))
         assert not checks.tested("a")
@@ -153,7 +153,7 @@ def test_the_worker_of_a_node_with_slow_links_is_left_out(tmp_path: Path, monkey
         slow.up.bytes_per_second = SLOW_BYTES_PER_SECOND
         coordinator = Coordinator(run.uri, ElasticConfig(max_workers=3), (1, 2, 3), epoch=acquire(run).epoch)
         coordinator._agents = AgentSupervisor(RealAgents({"a": a, "b": b, "c": Address(*slow.address)}))
-        coordinator._links = LinkChecks(FACTOR, coordinator._agents.agents, coordinator.event)
+        coordinator._links = LinkChecks(FACTOR, coordinator._agents.agents, coordinator.event, machine=str)
         coordinator.start("127.0.0.1")
         endpoint = coordinator.endpoint()
         coordinator.expect({"A": "a", "B": "b", "C": "c"}, True)
