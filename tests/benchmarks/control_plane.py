@@ -169,13 +169,15 @@ class Measurement:
         beat: seconds between two beats; 0 for the product's.
         relays: the workers of a node share a connection.
         heartbeat: seconds after which a silent worker is lost.
+        leave: seconds within which a survivor leaves a broken generation.
     """
 
-    def __init__(self, workers: int, beat: float, *, relays: bool = False, heartbeat: float = 3.0) -> None:
+    def __init__(self, workers: int, beat: float, *, relays: bool = False, heartbeat: float = 3.0,
+                 leave: float = 5.0) -> None:
         self.problems: list[str] = []
         self._workers = workers
         self._coordinator = MeasuredCoordinator(tempfile.mkdtemp(), workers, elastic=ElasticConfig(
-            max_workers=workers, heartbeat_seconds=heartbeat,
+            max_workers=workers, heartbeat_seconds=heartbeat, leave_seconds=leave,
             node_checks=NodeChecksConfig(failures=0)))  # deaths follow each other on one node, which stays in use
         self._coordinator.start("127.0.0.1")
         began = time.monotonic()

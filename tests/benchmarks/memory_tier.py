@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import os
 import statistics
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -95,6 +97,7 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=4)
     arguments.add_argument("--block", type=int, default=3)
     arguments.add_argument("--waits", action="store_true", help="measure only the time that training stands still")
+    arguments.add_argument("--output", default="", help="also write the stalls as JSON, for tidewheel plan goodput")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
@@ -106,12 +109,13 @@ def main() -> int:
         addresses.append(Address(*ours.recv()))
     try:
         overhead, missed = 0.0, list[str]()
-        rows, times, waits = [], [], []
+        rows, times, waits, keep_seconds = [], [], [], 0.0
         models = [("3 M", Llama(**SMALL), 2048), (options.preset, Llama(preset=options.preset), 32768)]
         for index, (name, config, vocabulary) in enumerate(models[:1] if options.waits else models):
             training = Training(config, vocabulary, options.tokens)
-            waits += [{"state": name, **_waits(training, addresses, 3 * index + 1, 1)},
-                      {"state": name, **_waits(training, addresses, 3 * index + 2, "auto")}]
+            each, _ = _waits(training, addresses, 3 * index + 1, 1)
+            automatic, keep_seconds = _waits(training, addresses, 3 * index + 2, "auto")
+            waits += [{"state": name, **each}, {"state": name, **automatic}]
             if options.waits:
                 continue
             row, overhead, step = _steps(training, addresses, 3 * index, options)
@@ -126,6 +130,9 @@ def main() -> int:
         for pipe in pipes:
             pipe.send("stop")
     print_table(waits, title="training stands still for the tier")
+    if options.output:
+        Path(options.output).write_text(json.dumps({"kind": "memory_tier", "keep_seconds": keep_seconds,
+                                                    **({} if options.waits else {"save_seconds": stall})}))
     if options.waits:
         return 0
     print_table(rows, title="a step with a snapshot after each, and without")
@@ -175,8 +182,9 @@ def _steps(training: Training, addresses: list[Address], generation: int,
 
 
 def _waits(training: Training, addresses: list[Address], generation: int,
-           every_steps: int | Literal["auto"]) -> dict[str, str]:
-    """Do steps with the tier as a run does, and return a row about the time that training stands still for it."""
+           every_steps: int | Literal["auto"]) -> tuple[dict[str, str], float]:
+    """Do steps with the tier as a run does; return a row about the time that training stands still for it, and the
+    seconds of that for each copy."""
     tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=generation)
     tier.prepare(training.state())
     interval = KeepInterval(every_steps, 0.02)
@@ -199,7 +207,8 @@ def _waits(training: Training, addresses: list[Address], generation: int,
     tier.close()
     return {"interval": str(every_steps), "ms a step": f"{1000 * seconds / WAIT_STEPS:.1f}", "kept": str(kept),
             "skipped": str(skipped), "waited for the copy before": str(waits),
-            "stood still, ms a step": f"{1000 * still / WAIT_STEPS:.2f}", "share": f"{still / seconds:.1%}"}
+            "stood still, ms a step": f"{1000 * still / WAIT_STEPS:.2f}", "share": f"{still / seconds:.1%}"
+            }, still / max(1, kept)
 
 
 def _times(name: str, training: Training, addresses: list[Address]) -> tuple[list[dict[str, str]], float, float]:

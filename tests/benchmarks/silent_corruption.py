@@ -219,6 +219,8 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=500)
     parser.add_argument("--clean-steps", type=int, default=10_000)
     parser.add_argument("--share", type=float, default=0.01)
+    parser.add_argument("--output", default="", help="also write what the checks cost as JSON, for tidewheel plan "
+                        "goodput")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -235,6 +237,10 @@ def main() -> int:
     for without, checked in results["cost"].values():
         extra = options.share * (checked - without) / without
         problems += [f"the checks cost {extra:.2%}"] if extra > BOUND else []
+    if options.output:
+        without, checked = list(results["cost"].values())[-1]  # the larger model
+        Path(options.output).write_text(json.dumps({
+            "kind": "silent_corruption", "check_share": max(0.0, options.share * (checked - without) / without)}))
     print(f"{time.monotonic() - began:.0f} s")
     print("\n".join(problems))
     return 1 if problems else 0

@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.control_plane import MeasuredCoordinator
@@ -166,6 +167,8 @@ class Storm:
         self._waiting_since: float | None = None  # the kill that the next generation follows
         self._recoveries: list[float] = []
         self._reports: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.measured: dict[str, float] = {}
+        """The result, for `tidewheel plan goodput`; see `plan.measured.StormRow`."""
         self._process = self._start()
 
     def run(self) -> dict[str, str]:
@@ -208,6 +211,10 @@ class Storm:
         if totals["cut"]:
             self.problems.append(f"a kill each {setting.kill_seconds:g} s: {totals['cut']:g} survivors were cut off")
         recoveries = sorted(self._recoveries)
+        self.measured = {
+            "kill_seconds": setting.kill_seconds, "ranks": setting.ranks, "workers": NODES * RANKS_A_NODE,
+            "step_seconds": STEP_SECONDS, "load_seconds": REBUILD_SECONDS, "effective": effective,
+            "rejoined_seconds": statistics.median(recoveries) * setting.speed}
         return {"kill each": f"{setting.kill_seconds:g} s", "spare nodes": str(setting.spares),
                 "kills": str(self._kills), "steps": f"{totals['attempted']:g}", "committed": _percent(share),
                 "ranks": f"{totals['rank_seconds'] / seconds:.0f}",
@@ -332,8 +339,10 @@ def main() -> int:
                          "below 60 s they come after a random time of 0 to twice as long")
     options.add_argument("--spares", type=int, nargs="+", default=[0, 1, 3, 6], help="nodes that stand by")
     options.add_argument("--save-steps", type=int, default=20, help="steps between two checkpoints in storage")
+    options.add_argument("--output", default="", help="also write the results as JSON, for tidewheel plan goodput")
     given = options.parse_args()
     rows: list[dict[str, str]] = []
+    measured: list[dict[str, float]] = []
     problems: list[str] = []
     for kill_seconds in given.kills:
         for spares in given.spares:
@@ -342,10 +351,13 @@ def main() -> int:
                 rows.append(storm.run())
             finally:
                 storm.close()
+            measured.append(storm.measured)
             problems += storm.problems
             print(rows[-1], file=sys.stderr, flush=True)
     print_table([*rows, *published_rows(given.kills)], title=f"{NODES} nodes with {RANKS_A_NODE} workers each, "
                 f"steps of {STEP_SECONDS:g} s")
+    if given.output:
+        Path(given.output).write_text(json.dumps({"kind": "storm", "storms": measured}))
     print("\n".join(problems) or "no share is below the published one, and no survivor was cut off")
     return 1 if problems else 0
 

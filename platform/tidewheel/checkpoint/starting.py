@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tidewheel.checkpoint.digest import digest
-from tidewheel.checkpoint.models import describe
 from tidewheel.checkpoint.verify import of_step
 from tidewheel.errors import ConfigError
 from tidewheel.ownership import CHECKPOINTS
@@ -31,6 +30,8 @@ def check_start(run: Run) -> None:
     _check_branch(run)
     objective = config.objective
     if uri := live_teacher(config):
+        from tidewheel.checkpoint.models import describe  # imports torch, which most drivers do without
+
         source, _ = run.data()
         checks.teacher(config, describe(uri), source.manifest)
         return

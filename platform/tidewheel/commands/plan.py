@@ -114,7 +114,7 @@ def plan_goodput(
     run: Annotated[list[str] | None, Parameter(name="--run", negative="", consume_multiple=False, help="URI of a real "
                    "run with failures; given twice or more, each is predicted with the others' constants.")] = None,
     measured: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Take times from a "
-                        "measurement file of tests.benchmarks.control_plane or elastic (--output). May be "
+                        "file that tests.benchmarks.measured_times wrote, or one of its benchmarks (--output). May be "
                         "repeated.")] = None,
     mechanisms: Annotated[bool, Parameter(negative="", help="Instead show what each mechanism of recovery contributes, "
                                           "by switching it off.")] = False,

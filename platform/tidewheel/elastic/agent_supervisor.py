@@ -75,6 +75,11 @@ class AgentSupervisor:
                 self._requested.discard(node)
         self._changed.set()
 
+    def agents(self) -> tuple[Mapping[str, Address], str]:
+        """Return the addresses of the known agents by node, and the secret by which they know each other."""
+        with self._lock:
+            return dict(self._addresses), self._agents.token
+
     def has(self, node: str) -> bool:
         """Return whether the agent of this node is known."""
         return node in self._addresses

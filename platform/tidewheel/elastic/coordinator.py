@@ -27,6 +27,7 @@ from tidewheel.elastic.blame import Blame
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.generation import Limits, Phase
 from tidewheel.elastic.layout import slots
+from tidewheel.elastic.link_checks import LinkChecks
 from tidewheel.elastic.membership import Membership
 from tidewheel.elastic.messages import (
     BEAT_SECONDS,
@@ -50,6 +51,7 @@ from tidewheel.elastic.process_log import LogTarget, ProcessLog
 from tidewheel.elastic.run_events import NAMES_NODES, Pace, RunEvents, Snapshot, nodes_of
 from tidewheel.elastic.server import Server
 from tidewheel.elastic.slow import judge
+from tidewheel.elastic.start_times import CONTROLLER, COORDINATOR, FORMED, RESTORED, STEPPED, WORKERS, StartTimes
 from tidewheel.elastic.supervision import Supervisor
 from tidewheel.errors import ClusterError, OwnershipError, StorageError
 from tidewheel.ownership import Renewal
@@ -85,12 +87,15 @@ class Coordinator:
         tensor: ranks of a tensor-parallel group, which stay on one node if they can.
         group: ranks of a replica group, which goes on when another one loses a worker; 0: there are none.
         node_history: folder of the nodes' failures, which several runs share; "" to forget them.
+        called: Unix time at which the driver was asked to train; 0.0: do not measure the start.
+        owned: Unix time since which it owns the run.
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
                  epoch: int = 0, memory_tier: bool = False, local_disk: tuple[Path, int] | None = None,
                  log: LogTarget | None = None, node: str = "", tensor: int = 1, group: int = 0,
-                 node_history: str = "") -> None:
+                 node_history: str = "", called: float = 0.0, owned: float = 0.0) -> None:
+        self._start_times = StartTimes(called, owned)
         self._log = ProcessLog(log, "coordinator", node)
         elastic = elastic or ElasticConfig()
         first = first_generation(epoch)
@@ -112,6 +117,7 @@ class Coordinator:
         self._slots: dict[str, int] = {}  # room for workers on the nodes that are there
         self._node_history = NodeHistory(storage.store(node_history), run_uri) if node_history else None
         self.event("driver_start", {"first_generation": first, "epoch": epoch})
+        self._reach(COORDINATOR, time.time())
         self._health = NodeHealth(elastic.node_checks, self, self._past_failures(node_history),
                                   history=self._node_history, hosts=self._hosts)
         self._membership = Membership(
@@ -133,6 +139,8 @@ class Coordinator:
         self._needs_store = max(sizes) > 1
         self._store: Any = None
         self._agents = AgentSupervisor(Agents(run_uri, log, local_disk)) if memory_tier else None
+        self._links = LinkChecks(elastic.node_checks.slow_link_factor, self._agents.agents, self.event) \
+            if self._agents is not None and elastic.node_checks.slow_link_factor else None
         self._placements = PlacementOrders()
         self._past_of_generation = self._past
         self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when
@@ -150,6 +158,8 @@ class Coordinator:
         self._renewal = Renewal(self._run, self._epoch, self._lose)
         threading.Thread(target=self._start, args=(host,), name="start", daemon=True).start()
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
+        if self._links is not None:
+            self._links.start()
         self._past_writer.start()
 
     def endpoint(self) -> Endpoint:
@@ -185,6 +195,15 @@ class Coordinator:
         self.event("taken_over", {"generation": self._snapshot.generation, "error": error.what})
         self._decide(lambda: self._membership.give_up(error.what))
 
+    def controller_started(self) -> None:
+        """Note that Ray Train's controller is up."""
+        self._reach(CONTROLLER, time.time())
+
+    def _reach(self, moment: str, unix: float) -> None:
+        started = self._start_times.reach(moment, unix)
+        if started is not None:
+            self.event("started", started)
+
     def say(self, state: str) -> None:
         """Set the state that the driver shows."""
         self._show(state=state)
@@ -201,6 +220,7 @@ class Coordinator:
             workers: node id by worker name.
             anew: the workers are a new group, and the old group's workers no longer exist.
         """
+        self._reach(WORKERS, time.time())
         if self._agents is not None:
             self._agents.want(workers.values())
 
@@ -242,6 +262,8 @@ class Coordinator:
             often = self._health.avoid(self._slots, self._membership.sizes)
             return self._membership.nodes_out(time.monotonic()) | often
 
+        if not self._up.is_set():  # no worker is known yet, so only the nodes' history counts
+            return self._health.avoid(self._slots, self._membership.sizes)
         return self._decide(out)
 
     def nodes_out(self) -> set[str]:
@@ -305,6 +327,8 @@ class Coordinator:
             StorageError: the store fails, and some events are lost.
         """
         self._ended.set()
+        if self._links is not None:
+            self._links.stop()
         if self._renewal is not None:
             self._renewal.close()
         if self._server is not None:
@@ -378,6 +402,7 @@ class Coordinator:
         self._placements.begin(self._placement(), self._membership.workers)
         HERE.begin(generation, 0)
         logger.info("generation %d begins with %d workers", generation, size)
+        self._reach(FORMED, time.time())
         self._show(generation=generation, size=size, state=state)
         self._past_of_generation = self.past()
 
@@ -388,19 +413,25 @@ class Coordinator:
 
     # -- the server's handler ----------------------------------------------------------------------
     def opened(self, hello: Hello) -> None:
-        """Admit a worker, once the agent of its node is known."""
+        """Admit a worker, once the agent of its node is known and has tested its links."""
         logger.info("worker %s on node %s is connected", hello.name, hello.node)
         self._known.add(hello.name)
         self._placements.forget(hello.name)
-        if self._agents is None or self._agents.has(hello.node):
+        if self._agents is None or self._is_ready(hello.node):
             self._hello(hello)
         else:
             self._agents.want([hello.node])
             self._waiting[hello.name] = (hello, time.monotonic())
 
+    def _is_ready(self, node: str) -> bool:
+        """Return whether the agent of a node is known and has tested its links."""
+        assert self._agents is not None
+        return self._agents.has(node) and (self._links is None or self._links.tested(node))
+
     def _hello(self, hello: Hello) -> None:
+        problem = hello.problem or (self._links.problem(hello.node) if self._links is not None else "")
         self._membership.hello(hello.name, hello.node, time.monotonic(), spot=hello.spot, device=hello.device,
-                               problem=hello.problem, ask=bool(self._clock_problem(hello.clock, time.time())))
+                               problem=problem, ask=bool(self._clock_problem(hello.clock, time.time())))
 
     def _clock_problem(self, clock: float, since: float) -> str:
         """Return what is wrong with a worker's clock, or "".
@@ -438,6 +469,8 @@ class Coordinator:
             case WorkerEvent():
                 detail = self._judged(message.detail) if message.kind == "slow_worker" else message.detail
                 self._record(message.kind, detail, message.time)
+                if message.kind in ("start", "resume"):
+                    self._reach(RESTORED, message.time)
                 if message.kind == "memory_tier_lost" and membership.phase is Phase.RUNNING:
                     self._agent_lost(name)
             case Leaving():
@@ -489,8 +522,7 @@ class Coordinator:
         """Act on the time."""
         now = time.monotonic()
         for name, (hello, since) in list(self._waiting.items()):
-            assert self._agents is not None
-            if self._agents.has(hello.node) or now - since > AGENT_SECONDS:
+            if self._is_ready(hello.node) or now - since > AGENT_SECONDS:
                 del self._waiting[name]
                 self._hello(hello)
         self._membership.tick(now)
@@ -514,6 +546,8 @@ class Coordinator:
 
     def _step(self, done: StepDone) -> None:
         if done.generation == self._snapshot.generation:
+            if not self._start_times.complete:
+                self._reach(STEPPED, time.time())
             HERE.step = done.step
             progress = {"step": done.step, "steps": done.steps, **done.metrics}
             self._show(progress=progress, state="running")

@@ -134,12 +134,14 @@ class ElasticController(TrainController):
         sizes: legal numbers of workers.
         coordinator: handle of the run's coordinator.
         scaling: what to ask an autoscaler for.
+        early: workers' actors that the driver has started, and their nodes.
         ray_train: what Ray Train gives its own controller.
     """
 
     def __init__(self, *, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any, scaling: Any,
-                 **ray_train: Any) -> None:
+                 early: list[tuple[Any, str]], **ray_train: Any) -> None:
         workers: Any = Workers(elastic, sizes, coordinator)
+        workers.early = early
         self.worker_group_cls = workers  # the controller only calls `create` on it
         # Ray Train's callbacks serve Ray Data, placement groups and reports. The workers use none of them.
         own: dict[str, Any] = {"scaling_policy": AutoscalerRequests(scaling), "failure_policy": RunFailures(workers),
@@ -173,14 +175,16 @@ class ElasticTrainer(DataParallelTrainer):
         self._sizes = sizes
         self._coordinator = coordinator
         self._controller: Any = None
+        self._early: list[tuple[Any, str]] = []
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **train_environment()}
         actor: Any = ray.remote(ElasticController)
         actor = actor.options(num_cpus=0, scheduling_strategy=on_this_node, runtime_env={"env_vars": environment})
+        self._early = Workers(self._elastic, self._sizes, self._coordinator).start_early()
         self._controller = actor.remote(elastic=self._elastic, sizes=self._sizes, coordinator=self._coordinator,
-                                        scaling=self._scaling, **controller_init_kwargs)
+                                        scaling=self._scaling, early=self._early, **controller_init_kwargs)
         ray.get(self._controller.run.remote())
         return ray.get(self._controller.get_result.remote())
 
@@ -201,6 +205,11 @@ class ElasticTrainer(DataParallelTrainer):
         except BaseException:
             self._end_controller()
             raise
+        finally:
+            for actor, _ in self._early:  # this process owns them
+                with contextlib.suppress(Exception):  # the run's outcome matters more; they end with this process
+                    ray.kill(actor)
+            self._early = []
 
     def _end_controller(self) -> None:
         """End the controller, and with it the actors that it owns: the workers."""

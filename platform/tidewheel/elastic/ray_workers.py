@@ -27,12 +27,13 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus,
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidewheel.elastic import layout, nodes
+from tidewheel.elastic import layout, nodes, warm
 from tidewheel.elastic.faults import MISTAKES
 from tidewheel.elastic.worker import RestartNeeded, notice
 from tidewheel.errors import ClusterError, TidewheelError, root_cause
 from tidewheel.placement import with_labels
 from tidewheel.train.config import ElasticConfig
+from tidewheel.train.cuda_environment import prepare_environment
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,16 @@ class SilentWorkerError(LostWorkerError):
 
 
 class ElasticRayTrainWorker(RayTrainWorker):
-    """Ray Train's worker, which takes SIGTERM as notice that its machine will be preempted."""
+    """Ray Train's worker, which takes SIGTERM as notice that its machine will be preempted.
+
+    It imports what training needs while other processes start.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if ray.get_gpu_ids():
+            prepare_environment()  # before anything starts CUDA
+        warm.begin_imports()
 
     def identify(self) -> tuple[str, str]:
         """Return the ids of the actor and of its node; from then on SIGTERM is a notice."""
@@ -135,6 +145,8 @@ class Workers:
         self.coordinator = coordinator
         self.sizes = sizes
         self.most = max(sizes) + elastic.standby_workers
+        self.early: list[tuple[Any, str]] = []
+        """Actors that were started before the controller, and their nodes."""
         self.keep = False
         """Whether the next shutdown of a group leaves the processes that answer."""
         self.kept: list[Worker] = []
@@ -154,8 +166,12 @@ class Workers:
             ClusterError: there was no room, or no worker came up, for `elastic.start_timeout_seconds`.
             OwnershipError: another driver has taken over the run.
         """
+        self.coordinator.controller_started.remote()
         try:
+            self.adopt(self.early)
+            self.early = []
             workers = self._gather()
+            ray.get(self.coordinator.endpoint.remote())  # it imports torch meanwhile, which a busy machine makes slow
             group = ElasticWorkerGroup(self, train_run_context, worker_group_context.train_fn_ref, workers)
             group.begin()
         except BaseException:
@@ -275,6 +291,33 @@ class Workers:
             crowded = node in free and begun[node] >= self._slots(free[node])
             begun[node] += 1
             self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic(), crowded))
+
+    def start_early(self) -> list[tuple[Any, str]]:
+        """Start processes where there is room now, before there is a controller; return their actors and node ids.
+
+        They import what training needs while the coordinator's and the controller's processes come up. The caller's
+        process owns the actors: they end when nobody holds them any more.
+        """
+        usable = nodes.usable(self.elastic.placement.selector)
+        size = layout.largest_fit(self.sizes, layout.slots([node.resources for node in usable], self.elastic.needs))
+        free = nodes.free()
+        node_ids = []
+        for node_id, count in Counter(self.free_places(Counter(), size)).items():
+            node_ids += [node_id] * min(count, self._slots(free.get(node_id, {})))
+        self.start_on(node_ids)
+        early = [(process.actor, process.node) for process in self.starting]
+        self.starting = []
+        return early
+
+    def adopt(self, early: list[tuple[Any, str]]) -> None:
+        """Take over processes of `start_early` that another process has started."""
+        now = time.monotonic()
+        avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30) if early else set()
+        for actor, node in early:
+            if node in avoided:
+                ray.kill(actor)
+            else:
+                self.starting.append(Starting(actor, node, actor.identify.remote(), now))
 
     def free_places(self, taken: Counter[str], requested: int, *, settle_seconds: float = 0.0,
                     avoided: Collection[str] = ()) -> list[str]:

@@ -19,9 +19,9 @@ NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", 
                         "local_disk_refused", "local_disk_failed",
                         "worker_left_out", "worker_readmitted", "taken_over", "coordinator_lost", "setting_changed",
                         "control_error", "tensor_groups_split", "continued_before_decay", "branched", "corruption",
-                        "node_excluded", "node_used_again"})
+                        "node_excluded", "node_used_again", "slow_link"})
 #: Events of nodes by their ids, to which the coordinator adds the nodes' hosts.
-NAMES_NODES = frozenset({"failure", "worker_left_out", "worker_readmitted"})
+NAMES_NODES = frozenset({"failure", "worker_left_out", "worker_readmitted", "slow_link"})
 MOST_NEWS = 200
 
 

@@ -22,9 +22,9 @@ from tidewheel.autoscaler import START_SECONDS, can_grow
 from tidewheel.commit_log import CommitLog, Record, first_generation, taken_over
 from tidewheel.elastic import layout
 from tidewheel.elastic.process_log import LogTarget
-from tidewheel.errors import ClusterError, ConfigError, OwnershipError, TidewheelError
+from tidewheel.errors import ClusterError, ConfigError, OwnershipError, StorageError, TidewheelError
 from tidewheel.jsonlog import JsonLog
-from tidewheel.ownership import CHECKPOINTS, Renewal, owning
+from tidewheel.ownership import CHECKPOINTS, Renewal, owning, timing
 from tidewheel.placement import with_labels
 from tidewheel.private_folders import temporary_folder
 from tidewheel.stopping import Stop
@@ -54,6 +54,9 @@ SHOWN = ("setting_changed", "continued_before_decay", "branched")
 """Events that a run without a cluster shows."""
 TAKEN_SECONDS = 10.0
 """Ray frees the name of a killed driver's coordinator within this time."""
+MISSED_BEATS = 2
+"""A coordinator that is alive notices within this many heartbeats that another driver has taken the run over, and ends.
+After that, it is taken to be frozen."""
 
 
 def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
@@ -80,14 +83,18 @@ def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_o
     from tidewheel.checkpoint.starting import check_start
     from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker
-    from tidewheel.inference.during_training import check_tasks
-    from tidewheel.post.running import prepare
 
-    prepare(run)
+    if run.config.rollouts is not None:
+        from tidewheel.post.running import prepare  # imports torch: seconds, which a driver does without if it can
+
+        prepare(run)
     run.check()
     run.check_files()  # before any process starts
     check_start(run)
-    check_tasks(run.config)
+    if run.config.evaluation.tasks.files:
+        from tidewheel.inference.during_training import check_tasks  # imports torch
+
+        check_tasks(run.config)
     with evaluating(run.config):
         return run_workers(run, run_worker, on_progress, take_over=take_over)
 
@@ -165,13 +172,13 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
 
     from tidewheel.elastic.lost_actors import is_gone, lost
     from tidewheel.elastic.ray_adapter import ElasticTrainer
-    from tidewheel.post.running import making_rollouts
 
+    called = time.time()
     config = run.config
     with temporary_folder("train") as bookkeeping:
         with _owning(run.store, take_over) as record, \
-                _coordinator(config, sizes, record.epoch) as (name, coordinator), \
-                _reporting(coordinator, on_progress), making_rollouts(run, _ray_pool):
+                _coordinator(config, sizes, record.epoch, called) as (name, coordinator), \
+                _reporting(coordinator, on_progress), _making_rollouts(run):
             for change in starts.record_start(run.store, config, record.epoch):
                 if change.is_reported:
                     coordinator.event.remote("setting_changed", _change_detail(change))
@@ -184,15 +191,22 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
                 storage_path=str(bookkeeping))
             try:
                 return trainer.run()
-            except RayActorError as error:
-                raise lost(error) from error
-            except TidewheelError as error:
-                if is_gone(coordinator):
+            except (RayActorError, TidewheelError) as error:
+                other = _lost(coordinator, run.store, record.epoch)
+                if other is None and (isinstance(error, RayActorError) or is_gone(coordinator)):
                     raise lost(error) from error
-                other = _lost(coordinator)
                 raise error if other is None else other from error
             finally:
                 _fetch_logs(run.uri, coordinator)
+
+
+def _making_rollouts(run: Run) -> contextlib.AbstractContextManager[None]:
+    """Make the run's rollouts during the block, if it trains on any."""
+    if run.config.rollouts is None:
+        return contextlib.nullcontext()
+    from tidewheel.post.running import making_rollouts
+
+    return making_rollouts(run, _ray_pool)
 
 
 def _fetch_logs(run_uri: str, coordinator: Any) -> None:
@@ -235,13 +249,18 @@ def _change_detail(change: starts.Change) -> dict[str, Any]:
     return {"setting": change.key, "before": change.before, "now": change.now}
 
 
-def _lost(coordinator: Any) -> OwnershipError | None:
+def _lost(coordinator: Any, run: storage.Store, epoch: int) -> OwnershipError | None:
     """Return why the run is no longer this driver's, if that is so."""
     import ray
 
     try:
         lost: OwnershipError | None = ray.get(coordinator.lost.remote(), timeout=CALL_SECONDS)
-    except ray.exceptions.RayError:  # the coordinator is gone: only the trainer's error is known
+    except ray.exceptions.RayError:  # the coordinator is gone, perhaps ended by the driver that took the run over
+        log = CommitLog(run.child(CHECKPOINTS))
+        with contextlib.suppress(StorageError):
+            head = log.head()
+            if head is not None and head.epoch != epoch:
+                return taken_over(log.checkpoints.uri, head)
         return None
     return lost
 
@@ -399,7 +418,8 @@ def _listed(resources: Mapping[str, float]) -> str:
 
 
 @contextlib.contextmanager
-def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Iterator[tuple[str, Any]]:
+def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int,
+                 called: float = 0.0) -> Iterator[tuple[str, Any]]:
     """Yield name and handle of the run's coordinator, an actor on the driver's node that ends with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -407,11 +427,12 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
     from tidewheel.elastic.coordinator import Coordinator, actor_name
     from tidewheel.elastic.nodes import NAMESPACE
 
+    owned = time.time()
     run_uri, disk = config.run_uri, config.checkpoint.local_disk
     name = actor_name(run_uri)
     on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(Coordinator)
-    until = time.monotonic() + TAKEN_SECONDS
+    until = time.monotonic() + min(TAKEN_SECONDS, MISSED_BEATS * timing(storage.store(run_uri)).beat + 1)
     ended_former = False
     actor = None
     while actor is None:
@@ -423,6 +444,7 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
                                           local_disk=disk and (Path(disk.folder), disk.limit_bytes),
                                           log=LogTarget.of(config), node=on_this_node.node_id,
                                           tensor=config.parallel.tensor, group=config.parallel.group,
+                                          called=called, owned=owned,
                                           node_history=config.elastic.node_checks.history or config.run.uri)
         except ValueError:  # the name is taken
             if time.monotonic() > until:

@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import logging
+import threading
 from typing import Any
 
+logger = logging.getLogger(__name__)
+MODULES = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "tidewheel.checkpoint.tiers",
+           "tidewheel.train.loop", "tidewheel.inference.answers", "tidewheel.inference.during_training",
+           "tidewheel.inference.sample", "tidewheel.outer.exchange", "tidewheel.elastic.process_group")
+"""What every worker imports before its first step."""
+
 _done: list[bool] = []
+_imports: list[threading.Thread] = []
+
+
+def begin_imports() -> None:
+    """Import what training needs in a thread, while this process waits for the others of its group."""
+    thread = threading.Thread(target=_import_all, name="imports", daemon=True)
+    _imports.append(thread)
+    thread.start()
+
+
+def wait_for_imports() -> None:
+    """Wait for `begin_imports`. Two threads that import modules with cycles could see each other's unfinished ones."""
+    for thread in _imports:
+        thread.join()
+
+
+def _import_all() -> None:
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # the training thread imports it again, and reports the error
+            logger.warning("%s cannot be imported: %s", name, error)
+            return
 
 
 def warm_up(config: Any, *, deeply: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidewheel.elastic import warm
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.faults import Report, report
 from tidewheel.elastic.member import Member, RunControl, end_process, members, notice
@@ -54,6 +55,7 @@ def run_worker(settings: dict[str, Any]) -> Any:
     """
     import ray
 
+    warm.wait_for_imports()
     from tidewheel.parts import Code
     from tidewheel.train.config import TrainConfig
 
@@ -105,11 +107,10 @@ def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, 
 
 def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool,
                device: str, relay: Callable[[], tuple[str, int] | None]) -> TrainResult | None:
-    from tidewheel.elastic.warm import warm_up
     from tidewheel.train.parallel.kept_base import KeptBase
     from tidewheel.train.record import read_result
 
-    warm_up(run.config, deeply=endpoint.runs)
+    warm.warm_up(run.config, deeply=endpoint.runs)
     kept = KeptBase()
     problem = _problem(run.config, at_start=True) if run.config.elastic.node_checks.at_start else ""
     member = Member(endpoint, name, node, spot=spot, device=device, problem=problem,

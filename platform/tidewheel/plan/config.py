@@ -74,6 +74,11 @@ class TierConfig(Config):
     """Time for which each refresh stops training."""
     storage_seconds: float = Field(default=0.0, ge=0)
     """With a replica in memory: recovery time after detection when that replica is lost as well."""
+    new_processes_seconds: float = Field(default=72.0, ge=0)
+    """Time from detection until new processes of all workers train, which recovery in place does without. The default
+    is plain Ray Train's, measured by `tests/benchmarks/elastic.py`."""
+    check_share: float = Field(default=0.0, ge=0, lt=1)
+    """Time that the checks for silent corruption add to a step, as a share of it."""
 
 
 TIERS: dict[str, TierConfig] = {

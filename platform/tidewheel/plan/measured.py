@@ -1,4 +1,7 @@
-"""Times of recovery from files that the benchmarks write, in place of the defaults."""
+"""Times of recovery from files that the benchmarks write, in place of the defaults.
+
+`python -m tests.benchmarks.measured_times --output FILE` runs the benchmarks and puts what they write into one file.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ DETECTED_BY = "frozen"
 """Event of the benchmark: a node freezes."""
 RECOVERED_FROM = "worker"
 """Event of the benchmark: a worker is killed."""
+NEW_PROCESSES = "plain"
+"""Event of the benchmark: a node is killed, and the recovery starts new processes for all workers."""
 
 
 class Agreement(Config):
@@ -40,12 +45,69 @@ class ElasticFile(Config):
     seconds: dict[str, float]
 
 
-_ADAPTER: pydantic.TypeAdapter[ControlPlaneFile | ElasticFile] = pydantic.TypeAdapter(
-    Annotated[ControlPlaneFile | ElasticFile, Field(discriminator="kind")])
+class MemoryTierFile(Config):
+    """What `python -m tests.benchmarks.memory_tier --output FILE` writes."""
+
+    kind: Literal["memory_tier"]
+    keep_seconds: float = Field(ge=0, allow_inf_nan=False)
+    """Time for which training stands still for one copy in memory."""
+    save_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Time for which it stands still for a save to storage; None if not measured."""
 
 
-def read(uri: str) -> ControlPlaneFile | ElasticFile:
-    """Return the content of a measurement file.
+class SilentCorruptionFile(Config):
+    """What `python -m tests.benchmarks.silent_corruption --output FILE` writes."""
+
+    kind: Literal["silent_corruption"]
+    check_share: float = Field(ge=0, lt=1)
+    """Processor time that the checks add to a step at the default share of checked steps, as a share of the step."""
+
+
+class StormRow(Config):
+    """One storm of kills."""
+
+    kill_seconds: float = Field(gt=0, allow_inf_nan=False)
+    """Average time between two kills of a node."""
+    ranks: int = Field(ge=1)
+    """Most workers in a generation."""
+    workers: int = Field(ge=1)
+    """All workers, also those that stand by."""
+    step_seconds: float = Field(gt=0)
+    load_seconds: float = Field(ge=0)
+    """Simulated time of new process groups and of loading the state from memory."""
+    rejoined_seconds: float = Field(ge=0)
+    """Median time from a kill until the next generation has formed."""
+    effective: float = Field(ge=0)
+    """Work of the committed steps, relative to all workers without a kill."""
+
+
+class StormFile(Config):
+    """What `python -m tests.benchmarks.storm --output FILE` writes; the simulator is compared with it."""
+
+    kind: Literal["storm"]
+    storms: tuple[StormRow, ...] = Field(min_length=1)
+
+
+One = Annotated[ControlPlaneFile | ElasticFile | MemoryTierFile | SilentCorruptionFile | StormFile,
+                Field(discriminator="kind")]
+
+
+class Measurements(Config):
+    """What `python -m tests.benchmarks.measured_times --output FILE` writes: the files of several benchmarks in one."""
+
+    kind: Literal["measurements"]
+    machine: str = ""
+    """Where and when they were measured, for people."""
+    parts: tuple[One, ...] = Field(min_length=1)
+
+
+_ADAPTER: pydantic.TypeAdapter[One | Measurements] = pydantic.TypeAdapter(
+    Annotated[ControlPlaneFile | ElasticFile | MemoryTierFile | SilentCorruptionFile | StormFile | Measurements,
+              Field(discriminator="kind")])
+
+
+def read(uri: str) -> tuple[One, ...]:
+    """Return the measurements in a file.
 
     Args:
         uri: of the file.
@@ -54,9 +116,9 @@ def read(uri: str) -> ControlPlaneFile | ElasticFile:
         ConfigError: it is missing, or no measurement.
     """
     folder, name = storage.split(uri)
-    fix = "give a file that tests.benchmarks.control_plane or tests.benchmarks.elastic wrote with --output"
+    fix = "give a file that tests.benchmarks.measured_times, or one of its benchmarks, wrote with --output"
     try:
-        return _ADAPTER.validate_json(folder.read(name))
+        content = _ADAPTER.validate_json(folder.read(name))
     except (FileNotFoundError, StorageError):
         raise ConfigError("there is no such file", where=uri, fix=fix) from None
     except pydantic.ValidationError as error:
@@ -64,6 +126,7 @@ def read(uri: str) -> ControlPlaneFile | ElasticFile:
         place = ".".join(map(str, problem["loc"]))
         raise ConfigError(f"no measurement: {place + ': ' if place else ''}{problem['msg']}", where=uri,
                           fix=fix) from None
+    return content.parts if isinstance(content, Measurements) else (content,)
 
 
 def applied(config: GoodputConfig, uris: list[str]) -> GoodputConfig:
@@ -71,7 +134,8 @@ def applied(config: GoodputConfig, uris: list[str]) -> GoodputConfig:
 
     The control plane's file gives `seconds_per_1000_ranks`: one death at the largest number of workers. The elastic
     one gives `detect_seconds` (a frozen node, which no closed connection gives away) and `restart_seconds` with the
-    load (a killed worker, whose loss is noticed at once).
+    load (a killed worker, whose loss is noticed at once), and `new_processes_seconds` with the detection. That of the
+    memory tier gives the stalls, that of silent corruption `check_share`.
 
     Args:
         config: the configuration.
@@ -81,18 +145,44 @@ def applied(config: GoodputConfig, uris: list[str]) -> GoodputConfig:
         ConfigError: a file is missing, or no measurement.
     """
     name, tier = next(iter(config.tiers.items()))
-    for uri in uris:
-        measured = read(uri)
-        if isinstance(measured, ControlPlaneFile):
-            single = [item for item in measured.agreements if item.deaths == 1] or list(measured.agreements)
-            largest = max(single, key=lambda item: item.workers)
-            config = config.model_copy(update={"seconds_per_1000_ranks": 1000 * largest.seconds / largest.workers})
-            continue
-        times: dict[str, float] = {}
-        if RECOVERED_FROM in measured.seconds:
-            times |= {"restart_seconds": measured.seconds[RECOVERED_FROM], "load_seconds": 0.0}
-        if DETECTED_BY in measured.seconds:
-            recovery = measured.seconds.get(RECOVERED_FROM, 0.0)
-            times["detect_seconds"] = max(0.0, measured.seconds[DETECTED_BY] - recovery)
-        tier = tier.model_copy(update=times)
+    for measured in (part for uri in uris for part in read(uri)):
+        match measured:
+            case ControlPlaneFile():
+                single = [item for item in measured.agreements if item.deaths == 1] or list(measured.agreements)
+                largest = max(single, key=lambda item: item.workers)
+                config = config.model_copy(update={"seconds_per_1000_ranks": 1000 * largest.seconds / largest.workers})
+            case ElasticFile():
+                tier = tier.model_copy(update=_recovery_times(measured.seconds))
+            case MemoryTierFile():
+                stalls = {"refresh_stall_seconds": measured.keep_seconds}
+                if measured.save_seconds is not None:
+                    stalls["save_stall_seconds"] = measured.save_seconds
+                tier = tier.model_copy(update=stalls)
+            case SilentCorruptionFile():
+                tier = tier.model_copy(update={"check_share": measured.check_share})
     return config.model_copy(update={"tiers": {**config.tiers, name: tier}})
+
+
+def storms(uris: list[str]) -> list[StormRow]:
+    """Return the storms in some files.
+
+    Args:
+        uris: measurement files.
+
+    Raises:
+        ConfigError: a file is missing, or no measurement.
+    """
+    parts = [part for uri in uris for part in read(uri)]
+    return [row for part in parts if isinstance(part, StormFile) for row in part.storms]
+
+
+def _recovery_times(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the times of a tier from the seconds without a step, by event."""
+    times: dict[str, float] = {}
+    if RECOVERED_FROM in seconds:
+        times |= {"restart_seconds": seconds[RECOVERED_FROM], "load_seconds": 0.0}
+    if DETECTED_BY in seconds:
+        times["detect_seconds"] = max(0.0, seconds[DETECTED_BY] - seconds.get(RECOVERED_FROM, 0.0))
+    if NEW_PROCESSES in seconds:
+        times["new_processes_seconds"] = seconds[NEW_PROCESSES]
+    return times

@@ -12,8 +12,6 @@ MINUTE = 60.0
 DETECTION_OFF_SECONDS = 10 * MINUTE
 """Without heartbeats and a hang watch, a collective's time limit notices a failure: 10 minutes by torch's default for
 NCCL, and what ByteRobust reports for hangs."""
-RESTART_OFF_SECONDS = 72.0
-"""New processes for all workers, as plain Ray Train starts them; measured by `tests/benchmarks/elastic.py`."""
 OPERATOR_SECONDS = 39 * MINUTE
 """Somebody looks, finds the node and starts the run again: the mean of a small team (OLMo Hybrid)."""
 REPLACE_SECONDS = 10 * MINUTE
@@ -57,8 +55,8 @@ def _by_hand(tier: TierConfig) -> TierConfig:
 
 def _new_processes(tier: TierConfig) -> TierConfig:
     """All processes start anew, and with them the copy in their memory is read from the agents all the same."""
-    return tier.model_copy(update={"restart_seconds": RESTART_OFF_SECONDS,
-                                   "storage_seconds": tier.storage_seconds + RESTART_OFF_SECONDS})
+    return tier.model_copy(update={"restart_seconds": tier.new_processes_seconds,
+                                   "storage_seconds": tier.storage_seconds + tier.new_processes_seconds})
 
 
 MECHANISMS = (
@@ -67,7 +65,8 @@ MECHANISMS = (
     Mechanism("detection within seconds", _changed(detect_seconds=DETECTION_OFF_SECONDS)),
     Mechanism("saves in the background", _blocking_saves),
     Mechanism("spares or a smaller run", _no_spares),
-    Mechanism("automatic restart", _by_hand))
+    Mechanism("automatic restart", _by_hand),
+    Mechanism("checks for silent corruption", _changed(check_share=0.0)))
 
 
 @dataclass(frozen=True)

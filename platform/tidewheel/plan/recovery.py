@@ -18,7 +18,7 @@ import numpy as np
 from tidewheel.plan.config import GoodputConfig, TierConfig
 
 GPUS_PER_NODE = 8
-PARTS = ("detection", "restart", "redone", "save_stall", "refresh")
+PARTS = ("detection", "restart", "redone", "save_stall", "refresh", "checks")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
     shape = (runs, len(intervals))
     tau = np.broadcast_to(intervals, shape)
     refresh_cost = tier.refresh_stall_seconds / tier.refresh_seconds if tier.refresh_seconds else 0.0
-    slower = 1 + refresh_cost
+    slower = 1 + refresh_cost + tier.check_share
     # a save waits for the upload of the previous one
     stall = tier.save_stall_seconds + np.maximum(0.0, tier.upload_seconds - tau * slower)
     segment = Segments(tau, stall, slower, tier.save_stall_seconds + tier.upload_seconds)
@@ -159,6 +159,7 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
         reached, committed, stalled = segment.run(work, stored, gap - waited)
         parts["save_stall"] += stalled
         parts["refresh"] += (reached - work) * refresh_cost
+        parts["checks"] += (reached - work) * tier.check_share
         left = left - gap
         ended = left <= 0
         recovering = gap <= down  # the failure came during the recovery from the previous one

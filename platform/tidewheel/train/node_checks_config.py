@@ -16,6 +16,10 @@ class NodeChecksConfig(Config):
     second."""
     clock_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     """Leave out a node whose clock is off by more than this; 0: any clock will do."""
+    slow_link_factor: float = Field(default=4.0, ge=0, allow_inf_nan=False)
+    """With a memory tier, nodes test their links to two neighbours each before they take part. A link is slow if it has
+    less than the usual rate divided by this, or a round trip longer than the usual one times this. A node that most
+    slow links have in common is left out; 0: test no links."""
     failures: int = Field(default=2, ge=0)
     """Leave out a node on which this many failures happened within `within_seconds`, also in earlier runs; 0: never.
     Drains, stops on request, spot nodes, errors of the run itself and losses of many nodes at once do not count."""

@@ -46,6 +46,7 @@ LINES = {
     "data_came": "the shard set has grown to {known} of {waves} waves, after {seconds} s",
     "storage_away": "storage is unavailable ({reason}); waiting for it",
     "control_error": "the coordinator had an error at {where}, {times} times: {error}; it continues",
+    "slow_link": "the link between {hosts} is slow: {figures}",
     "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training continues",
 }
 """Text of an event by its kind, formatted with its detail; an event without a text is shown by its kind."""

@@ -10,7 +10,9 @@ from tests.benchmarks.control_plane import Measurement
 @pytest.mark.long  # processes that import the package; `tests/benchmarks/control_plane.py` has more workers
 def test_survivors_of_deaths_and_of_a_freeze_join_again():
     workers = 48
-    measurement = Measurement(workers, beat=0.0)
+    # A quarter of the workers is one process. A busy machine may not run it for the seconds that are the defaults, and
+    # then they are all silent, and rightly cut off.
+    measurement = Measurement(workers, beat=0.0, heartbeat=20.0, leave=30.0)
     try:
         died = measurement.kill(5)
         froze = measurement.freeze(1)

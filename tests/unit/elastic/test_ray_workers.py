@@ -134,6 +134,8 @@ class Coordinator:
         self.lost = Method(lambda: Answer(self.owner) if self.owner is None else _value(self.owner))
         self.dead = Method(lambda names, reason: names)
         self.say = Method(self.said.append)
+        self.controller_started = Method(lambda: None)
+        self.endpoint = Method(lambda: None)
         self.expect = Method(lambda names, anew: self.expected.append((names, anew)))
         self.raised = Method(self._raised)
 
@@ -193,6 +195,31 @@ def test_a_group_begins_with_the_largest_legal_number_that_fits(world: World):
     assert group.get_latest_poll_status() is None
     assert group.get_worker_group_state() is None
     assert list(group.poll_status(0.1).worker_statuses.values()) == [RUNNING] * 3
+
+
+def test_processes_that_the_driver_started_become_the_group(world: World):
+    world.add("a", "b", cpus=2)
+    world.known_busy = {"b"}
+    early = world.pool.start_early()
+    assert [node for _, node in early] == ["a", "a"]  # only where there is room now
+    controller = Workers(world.pool.elastic, world.pool.sizes, world.coordinator)
+    controller.early = early
+    world.known_busy = set()
+    group = controller.create("run", SimpleNamespace(train_fn_ref="function"), [])
+    assert Counter(worker.node for worker in group.get_workers()) == {"a": 2, "b": 1}
+    assert len(world.ray.actors) == 3
+    assert not controller.early
+    assert not world.ray.killed
+
+
+def test_processes_that_the_driver_started_on_an_avoided_node_end(world: World):
+    world.add("a", "b")
+    early = world.pool.start_early()
+    assert [node for _, node in early] == ["a", "b"]
+    world.coordinator.bad_nodes = {"a"}
+    world.pool.early = early
+    assert world.names(world.start()) == ["b"]
+    assert world.ray.killed == [early[0][0].name]
 
 
 def test_spot_nodes_are_filled_last_so_that_rank_0_is_on_an_on_demand_node(world: World):

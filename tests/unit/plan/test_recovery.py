@@ -52,7 +52,7 @@ def test_one_failure_by_hand():
     useful, parts = simulate(tier, np.array([100.0]), one_trace(250.0), 600.0)
     # work at 250 s: 250 - 2 stalls = 246; saves at 100 (102 s) and 200 (202-204 s): both count, at 132 and 234 s
     assert {name: float(spent[0, 0]) for name, spent in parts.items()} == pytest.approx({
-        "detection": 5, "restart": 15, "redone": 46, "save_stall": 2 * 2 + 3 * 2, "refresh": 0})
+        "detection": 5, "restart": 15, "redone": 46, "save_stall": 2 * 2 + 3 * 2, "refresh": 0, "checks": 0})
     assert float(useful[0, 0]) == pytest.approx(600 - 20 - 46 - 10)
     # at 220 s the second is still being uploaded: back to the first
     _, parts = simulate(tier, np.array([100.0]), one_trace(220.0), 600.0)

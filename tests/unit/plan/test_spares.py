@@ -16,7 +16,7 @@ from tidewheel.cli import run_command
 from tidewheel.errors import ConfigError
 from tidewheel.plan import spares
 from tidewheel.plan.config import TIERS, FailureConfig, GoodputConfig
-from tidewheel.plan.measured import applied
+from tidewheel.plan.measured import applied, storms
 from tidewheel.plan.mechanisms import MECHANISMS, effective_times
 
 
@@ -79,6 +79,26 @@ def test_measured_times_replace_the_defaults(tmp_path: Path) -> None:
     tier = config.tiers["in place, memory tier"]
     assert (tier.detect_seconds, tier.restart_seconds, tier.load_seconds) == (pytest.approx(2.9), 0.3, 0.0)
     assert config.tiers["plain Ray Train"] == TIERS["plain Ray Train"]
+
+
+def test_one_file_holds_what_several_benchmarks_measured(tmp_path: Path) -> None:
+    storm = {"kill_seconds": 60.0, "ranks": 290, "workers": 300, "step_seconds": 9.0, "load_seconds": 1.0,
+             "rejoined_seconds": 0.05, "effective": 0.862}
+    (tmp_path / "measured.json").write_text(json.dumps({"kind": "measurements", "machine": "this one", "parts": [
+        {"kind": "control_plane", "agreements": [{"workers": 1000, "deaths": 1, "seconds": 0.2}]},
+        {"kind": "elastic", "seconds": {"worker": 0.3, "plain": 8.2}},
+        {"kind": "memory_tier", "keep_seconds": 0.004, "save_seconds": 0.03},
+        {"kind": "silent_corruption", "check_share": 0.011}, {"kind": "storm", "storms": [storm]}]}))
+    config = applied(GoodputConfig(), [str(tmp_path / "measured.json")])
+    tier = config.tiers["in place, memory tier"]
+    assert config.seconds_per_1000_ranks == pytest.approx(0.2)
+    assert (tier.restart_seconds, tier.new_processes_seconds) == (0.3, 8.2)
+    assert (tier.refresh_stall_seconds, tier.save_stall_seconds, tier.check_share) == (0.004, 0.03, 0.011)
+    [row] = storms([str(tmp_path / "measured.json")])
+    assert row.model_dump() == storm
+    small = config.model_copy(update={"gpus": (1_024,), "days": 6.0, "runs": 2, "interval_minutes": (10.0,)})
+    [item] = effective_times(small)
+    assert item.without["checks for silent corruption"] == pytest.approx(item.whole * 1.011, rel=1e-3)
 
 
 @pytest.mark.parametrize(("content", "says"), [

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tidewheel.checkpoint.memory_tier import link_probe
 from tidewheel.checkpoint.memory_tier.part_store import Part
-from tidewheel.checkpoint.memory_tier.protocol import Connection
+from tidewheel.checkpoint.memory_tier.protocol import Address, Connection
 from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES, Content, block_range, num_blocks
 from tidewheel.checkpoint.memory_tier.table import tensors_start
 from tidewheel.checkpoint.memory_tier.worker_session import WorkerSession
@@ -76,6 +77,15 @@ def _carry_out(agent: Agent, connection: Connection, message: dict[str, Any], wo
             if agent.is_orphaned(int(message["generation"])):
                 agent.store.keep_only(int(message["of"]), int(message["step"]))
             connection.send({})
+        case "ping":
+            connection.send({})
+        case "take":
+            link_probe.take(connection, message)
+        case "give":
+            link_probe.give(connection, message)
+        case "measure_link":
+            host, port = message["address"]
+            connection.send(_measure_link(Address(str(host), int(port)), agent.token))
         case "stop":
             connection.send({})
             agent.stop()
@@ -85,6 +95,13 @@ def _carry_out(agent: Agent, connection: Connection, message: dict[str, Any], wo
                 agent.stop()
         case operation:
             raise ValueError(f"{operation!r} is not known")
+
+
+def _measure_link(address: Address, token: str) -> dict[str, Any]:
+    try:
+        return dict(link_probe.measure(address, token))
+    except OSError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _inventory(agent: Agent) -> list[dict[str, Any]]:
