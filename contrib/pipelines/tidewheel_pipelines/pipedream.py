@@ -1,7 +1,7 @@
-"""PipeDream: a pipeline that never empties, with stashed weights (https://arxiv.org/abs/1806.03377), and PipeDream-2BW.
+"""PipeDream (https://arxiv.org/abs/1806.03377) and PipeDream-2BW: pipelines that never empty, with stashed weights.
 
-Stage s of p runs p - 1 - s micro-batches ahead of its backward passes, and goes on so over the ends of steps. It updates
-its weights as soon as it has the gradients, while other stages are at other micro-batches. A micro-batch's backward pass
+Stage s of p runs p - 1 - s micro-batches ahead of its backward passes, also over the ends of steps. It updates its
+weights as soon as it has the gradients, while other stages are at other micro-batches. A micro-batch's backward pass
 has the weights of its forward pass, which are stashed meanwhile. Its gradient updates newer ones: it is stale.
 """
 

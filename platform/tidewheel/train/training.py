@@ -107,6 +107,8 @@ class Training:
         optimizer = build_optimizer(model, config.optimizer)
         if config.memory.optimizer_disk:
             optimizer.move_to_disk(Path(config.memory.optimizer_disk))
+        if config.parallel.overlap_update:
+            optimizer.overlap(model.data)
         waits = waits_on(device, runtime.world_size)
         model.measure(waits)
         training = cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,

@@ -121,7 +121,9 @@ class Simulated:
             for total in sums:
                 for name, value in total.items():
                     value.add_(gradients[name])
-            terms, losses, targets = terms + micro.num_targets, losses + float(loss.detach()), targets + micro.num_targets
+            terms += micro.num_targets
+            targets += micro.num_targets
+            losses += float(loss.detach())
             last = number == len(data[step]) - 1
             if last or (self._every is not None and (number + 1) % self._every == 0):
                 for weights, rule, total, kept in zip(self.weights, self._rules, sums, versions):

@@ -12,8 +12,20 @@ import torch.distributed as dist
 
 from tests.benchmarks.equivalence import checkpoints, losses, prepare, settings, train_all, weights
 from tests.ranks import on_ranks
-from tests.unit.contrib.stale_pipeline import (CONTRIB, NEEDED, PIPEDREAM, RATE, SEED, TWO_BUFFERS, VOCABULARY,
-                                               Simulated, batches, configured, find_contrib, train)
+from tests.unit.contrib.stale_pipeline import (
+    CONTRIB,
+    NEEDED,
+    PIPEDREAM,
+    RATE,
+    SEED,
+    TWO_BUFFERS,
+    VOCABULARY,
+    Simulated,
+    batches,
+    configured,
+    find_contrib,
+    train,
+)
 from tests.unit.contrib.test_optimizers import rule
 from tests.unit.train.helpers import Replaced
 from tidewheel import storage
@@ -45,7 +57,7 @@ def same_as_simulated() -> None:
         where = f"{schedule}, stage {rank} of {pipeline}"
         for name, value in trained.model.named_parameters():
             torch.testing.assert_close(value.detach(), simulated.weights[rank][name].detach(), rtol=1e-4, atol=2e-5,
-                                       msg=lambda text, name=name: f"{where}: {name}: {text}")
+                                       msg=f"{where}: {name}")
         assert [result.loss for result in trained.results] == pytest.approx(simulated.losses, rel=1e-5), where
         assert all(result.gradient_norm > 0 and result.targets > 0 for result in trained.results)
         delays = trained.passes.figures.delays

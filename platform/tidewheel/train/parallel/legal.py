@@ -12,6 +12,7 @@ from tidewheel.models.moe.config import MixtureOfExperts
 from tidewheel.parts import name_of
 from tidewheel.shards.manifest import PACKED
 from tidewheel.train import objective, objectives, outer_config, stage_schedule
+from tidewheel.train.optim import overlapped_config
 from tidewheel.train.parallel import compressing, own_module
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
@@ -77,7 +78,8 @@ def reason_against(config: TrainConfig) -> str | None:
     return (own_module.reason_against(config) or objective.reason_against(config.objective, mesh)
             or _zero_bubble(config) or _kernels(config) or _fp8(config) or _async_tensor(config) or _lengths(config)
             or _adapter(config) or compressing.reason_against(config) or outer_config.reason_against(config)
-            or stage_schedule.reason_against(config) or _workers(config) or _speed_shares(config) or _curvature(config) or _equal_attention(config)
+            or stage_schedule.reason_against(config) or overlapped_config.reason_against(config)
+            or _workers(config) or _speed_shares(config) or _curvature(config) or _equal_attention(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
