@@ -91,7 +91,8 @@ def measure(state: str, threads: int, layers: int, rounds: int) -> tuple[dict[st
     without, beside = (statistics.median(run.seconds[1:]) for run in (plain, overlapped))
     gained = statistics.median(one - other for one, other in zip(plain.seconds[1:], overlapped.seconds[1:]))
     wrong = [f"{state}, {threads} threads: {name} differs" for (name, one), (_, other) in zip(
-        plain.model.named_parameters(), overlapped.model.named_parameters()) if not torch.equal(local(one), local(other))]
+        plain.model.named_parameters(), overlapped.model.named_parameters())
+             if not torch.equal(local(one), local(other))]
     wrong += [f"{state}: steps with overlap take longer"] * (threads == 1 and gained < 0)
     millions = plain.model.num_parameters / 1e6
     for run in (plain, overlapped):

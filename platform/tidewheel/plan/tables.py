@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -232,7 +233,7 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
 
 
 def _options(planned: Planned) -> str:
-    return " ".join(f"--set {key}={value}" for key, value in planned.layout.settings().items())
+    return " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in planned.layout.settings().items())
 
 
 def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, run_cost: Summary | None) -> dict[str, Any]:

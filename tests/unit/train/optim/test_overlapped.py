@@ -41,7 +41,7 @@ def no_group_stays() -> Iterator[None]:
 def configured(case: dict[str, Any], layout: dict[str, Any]) -> TrainConfig:
     optimizer = {**case.get("optimizer", {}), "clip_norm": 0}
     return build(TrainConfig, {"model": MODEL.canonical(), **case, **NEEDED, "optimizer": optimizer,
-                               "elastic": {"max_workers": 2},
+                               "elastic": {"max_workers": 4},
                                "parallel": {**case.get("parallel", {}), "offload": True, **layout}})
 
 
@@ -93,16 +93,22 @@ def test_the_kernel_of_offloaded_parameters_updates_layer_by_layer(monkeypatch: 
     assert_same("fp32", {"data": "zero3"})
 
 
-def two_ranks() -> None:
-    for layout in ({"data": "zero3", "reduce": "micro_batch"}, {"data": "zero2", "reduce": "step"},
-                   {"data": "zero2", "replicate": 2}, {"data": "zero2", "tensor": 2}):
+LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
+    2: ({"data": "zero3", "reduce": "micro_batch"}, {"data": "zero2", "reduce": "step"},
+        {"data": "zero2", "tensor": 2, "reduce": "step"}),
+    4: ({"data": "zero2", "replicate": 2}, {"data": "zero3", "replicate": 2, "reduce": "micro_batch"})}
+
+
+def several_ranks() -> None:
+    for layout in LAYOUTS[dist.get_world_size()]:
         for case in ("fp32", "bf16 parameters"):
-            assert_same(case, layout, dist.get_rank(), 2)
+            assert_same(case, layout, dist.get_rank(), dist.get_world_size())
 
 
 @pytest.mark.long
-def test_two_ranks_update_during_the_backward_pass():
-    on_ranks(2, two_ranks)
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_several_ranks_update_during_the_backward_pass(ranks: int):
+    on_ranks(ranks, several_ranks)
 
 
 @pytest.mark.parametrize(("changes", "hint"), [
