@@ -71,6 +71,12 @@ class Figures:
     """Of each micro-batch: updates between the weights of its passes and those that its gradient updated."""
     waited: float = 0.0
     """Seconds of waiting for other stages."""
+    forward: list[float] = field(default_factory=list)
+    """CPU seconds of each forward pass."""
+    backward: list[float] = field(default_factory=list)
+    """CPU seconds of each backward pass."""
+    update: list[float] = field(default_factory=list)
+    """CPU seconds of each update, with what moves weights to new memory."""
 
 
 class Unflushed(tw.Passes):
@@ -111,8 +117,10 @@ class Unflushed(tw.Passes):
                 stream.requires_grad_(True)
             version = shown if self._every is None else self.versions.newest
             self.versions.take(version)
+            began = time.thread_time()
             with self.versions.of(version):
                 output = stage.forward(micro, stream)
+            self.figures.forward.append(time.thread_time() - began)
             gradient, arrives = None, None
             if not stage.last:
                 self._send(output.detach(), stage.group, stage.index + 1)
@@ -168,8 +176,10 @@ class Unflushed(tw.Passes):
         output = micro.output
         if stage.last:
             self._losses.append(output.detach())
+        began = time.thread_time()
         with self.versions.of(micro.version):  # also for what recomputes activations
             torch.autograd.backward(output, micro.gradient)
+        self.figures.backward.append(time.thread_time() - began)
         if micro.stream is not None:
             assert micro.stream.grad is not None
             self._send(micro.stream.grad, self._back, stage.index - 1)
@@ -181,7 +191,7 @@ class Unflushed(tw.Passes):
             self._update(micro)
 
     def _update(self, last: _Forwarded) -> None:
-        stage, terms = self._stage, max(self._terms, 1.0)
+        stage, terms, began = self._stage, max(self._terms, 1.0), time.thread_time()
         gradients = [parameter.grad for parameter in stage.part.parameters() if parameter.grad is not None]
         norms = torch._foreach_norm(gradients)
         self._squares.append(torch.stack(norms).double().square().sum() / terms**2)
@@ -194,6 +204,7 @@ class Unflushed(tw.Passes):
             parameter.grad = None
         self.versions.after_update()
         self._terms = 0.0
+        self.figures.update.append(time.thread_time() - began)
         if last.ends_step:
             losses, squares, self._losses, self._squares = self._losses, self._squares, [], []
             stage.done(last.step, losses, torch.stack(squares).mean())

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.equivalence import checkpoints, losses, prepare, settings, train_all, weights
+from tests.benchmarks.pipeline_schedules import bubble, timeline
+from tests.benchmarks.stale_pipelines import replay
 from tests.ranks import on_ranks
 from tests.unit.contrib.stale_pipeline import (
     CONTRIB,
@@ -109,6 +111,18 @@ def test_two_ranks_train_as_one_process_with_the_same_staleness():
 
 def test_four_ranks_train_as_one_process_with_the_same_staleness():
     on_ranks(4, same_as_simulated)
+
+
+def test_a_replayed_pipeline_is_that_of_the_model_of_schedules():
+    """With passes of equal lengths, 1F1B is idle as long as its published bubble, and without flush nobody is idle."""
+    for stages, micro_batches in ((2, 4), (4, 8), (4, 4)):
+        equal = [(1.0, 2.0, 0.0)] * stages
+        seconds, idle = replay(equal, micro_batches, 1, None)
+        assert idle == pytest.approx(bubble(timeline("1f1b", stages, micro_batches)))
+        assert seconds == pytest.approx(3 * (micro_batches + stages - 1))
+        for every in (1, micro_batches):
+            seconds, idle = replay(equal, micro_batches, 20, every)
+            assert seconds == pytest.approx(3 * micro_batches)
 
 
 @pytest.mark.parametrize(("changes", "hint"), [
