@@ -28,6 +28,7 @@ from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer
+from tidewheel.train.optim.overlapped import overlap
 from tidewheel.train.optimizers.rules import host_adam
 from tidewheel.train.parallel import local
 from tidewheel.train.parallel.mesh import close_own_group
@@ -59,7 +60,7 @@ class Run:
         self._update = self._optimizer.step
         self._optimizer.step = self._timed  # type: ignore[method-assign]
         if overlaps:
-            self._optimizer.overlap(self.model.data)
+            overlap(self._optimizer, self.model.data)
         self.seconds: list[float] = []
         self.updates: list[float] = []
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tidewheel.console import print_table
+from tidewheel.parts import name_of
 from tidewheel.plan import compressed
 from tidewheel.plan.byte_models import byte_models
 from tidewheel.plan.hardware import GB, ClusterConfig
@@ -52,6 +53,9 @@ def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: in
         vocabulary = VOCABULARY_SIZE
         notes.append(f"a vocabulary of {vocabulary:,} (--vocabulary-size changes it)")
     job = Job(config, vocabulary, length, teacher=_teacher_of(config, vocabulary, length))
+    if config.stage_schedule is not None:
+        notes.append(f"stage_schedule {name_of(type(config.stage_schedule))} is planned as 1f1b, with its idle time "
+                     "and one version of the weights")
     return job, [*notes, *compressed.note(job)]
 
 

@@ -15,7 +15,7 @@ from tidewheel.train.optim.disk_state import DiskState
 from tidewheel.train.optim.some_parameters import only
 
 if TYPE_CHECKING:
-    from tidewheel.train.optim.overlapped import Announces, OverlappedUpdate
+    from tidewheel.train.optim.overlapped import OverlappedUpdate
 
 Stored = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """From the name and value of a state tensor to {name: plain tensor} in a checkpoint."""
@@ -36,7 +36,7 @@ class ModelOptimizer:
 
     Attributes:
         disk: the file that holds the state; None: it is in memory.
-        overlapped: updates parameters during the backward pass; None: `step` does.
+        overlapped: updates parameters during the backward pass, see `overlapped.overlap`; None: `step` does.
     """
 
     disk: DiskState | None = None
@@ -117,16 +117,6 @@ class ModelOptimizer:
             StorageError: the disk has not enough space.
         """
         self.disk = DiskState(folder, self.parts)
-
-    def overlap(self, data: Iterable[Announces]) -> None:
-        """Update parameters during the backward pass from now on, see `OverlappedUpdate`.
-
-        Args:
-            data: the data parallelism of the model's parts.
-        """
-        from tidewheel.train.optim.overlapped import OverlappedUpdate
-
-        self.overlapped = OverlappedUpdate(self, data)
 
     def take_curvature(self, targets: float) -> None:
         """Give the gradients of drawn labels to the optimizers, see `Optimizer.curvature_every`."""

@@ -107,3 +107,14 @@ class OverlappedUpdate:
             self._norms[parameter] = norm
         self._optimizer.update(parameters, factor)
         self.busy += time.perf_counter() - began
+
+
+def overlap(optimizer: ModelOptimizer, data: Iterable[Announces]) -> OverlappedUpdate:
+    """Update an optimizer's parameters during the backward pass from now on.
+
+    Args:
+        optimizer: updates the parameters.
+        data: the data parallelism of the model's parts.
+    """
+    optimizer.overlapped = OverlappedUpdate(optimizer, data)
+    return optimizer.overlapped

@@ -19,6 +19,7 @@ from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.optim.overlapped import overlap
 from tidewheel.train.optimizers.rules import host_adam
 from tidewheel.train.parallel import local
 from tidewheel.train.parallel.mesh import close_own_group
@@ -54,7 +55,7 @@ def after_steps(config: TrainConfig, rank: int = 0, world_size: int = 1) -> tupl
     optimizer.started()
     overlaps = config.parallel.overlap_update
     if overlaps:
-        optimizer.overlap(model.data)
+        overlap(optimizer, model.data)
     results: list[Any] = []
     for seed in range(3):
         parts = rows(2 * MICRO_BATCHES, seed)
