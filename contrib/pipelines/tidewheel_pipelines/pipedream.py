@@ -106,6 +106,8 @@ class Unflushed(tw.Passes):
     def start(self, step: int, micro_batches: Sequence[tw.MicroBatch], rate: float) -> None:
         stage, count = self._stage, len(micro_batches)
         every = self._every or count
+        if not self._waiting and self._kept is None:
+            self.versions.refresh()  # a checkpoint may have been loaded
         shown = max(self._begun - 1, self._began)  # the version of before the previous step's update
         self._begun += 1
         arriving: Any = None

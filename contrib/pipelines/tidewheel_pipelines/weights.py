@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 
@@ -49,6 +48,12 @@ class Versions:
                                    for place in self._places]
         distinct = {parameter.data_ptr(): parameter.nbytes for held in self._held.values() for parameter in held}
         self.most_bytes = max(self.most_bytes, sum(distinct.values()))
+
+    def refresh(self) -> None:
+        """Take the stage's parameters as they are now for the newest version, when no version is taken."""
+        assert not any(self._uses.values())
+        self._held.clear()
+        self._share()
 
     def take(self, version: int) -> None:
         """Keep a version until it is given back."""
@@ -98,7 +103,3 @@ class Versions:
         self.newest += 1
         self._share()
         self._free()
-
-    def newest_values(self) -> Mapping[str, torch.Tensor]:
-        """Return the newest weights by an own name, for tests."""
-        return {f"{number}.{place.name}": place.parameter.detach() for number, place in enumerate(self._places)}

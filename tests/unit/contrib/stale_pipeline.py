@@ -68,9 +68,9 @@ def train(config: TrainConfig, data: Sequence[Sequence[MicroBatch]], drained: Se
     find_contrib()
     runtime = Runtime(dist.get_rank(), dist.get_world_size())
     model = parallel.build(config, VOCABULARY, runtime)
-    parallel.init_weights(model, SEED)
     optimizer = build_optimizer(model, config.optimizer)
     steps = StageSteps(config, model, optimizer, Collectives(runtime), None)
+    parallel.init_weights(model, SEED)  # after the schedule was built, as a run loads a checkpoint
     optimizer.set_learning_rate(RATE)
     results: list[StepResult] = []
     pending = None

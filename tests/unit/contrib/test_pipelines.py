@@ -216,6 +216,9 @@ def test_a_run_saves_when_the_pipeline_is_empty_and_goes_on_with_the_same_bits(t
     on_ranks(2, all_steps, config)
     expected, expected_losses = weights(config, alone), losses(config)
     assert sorted(expected_losses) == list(range(1, LAST + 1))
+    first = settings(tmp_path, "first", 1, ["model.tie_embeddings=false"])
+    train_all([first])
+    assert expected_losses[1] == pytest.approx(losses(first)[1], rel=1e-5), "of the initial weights"
     folder = tmp_path / "runs/whole"
     (folder / "result.json").unlink()
     for saved in (folder / "checkpoints").iterdir():
