@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.disk_offload import VOCABULARY, batch
 from tidewheel.config import build
 from tidewheel.console import print_table
+from tidewheel.models.decoder import next_tokens
 from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
@@ -33,9 +33,19 @@ from tidewheel.train.optimizers.rules import host_adam
 from tidewheel.train.parallel import local
 from tidewheel.train.parallel.mesh import close_own_group
 from tidewheel.train.runtime import Runtime
-from tidewheel.train.step import train_step
+from tidewheel.train.step import MicroBatch, train_step
 
+VOCABULARY, LENGTH = 1024, 128
 STATES = {"fp32 moments": {"kind": "adamw"}, "8-bit moments": {"kind": "adamw8bit"}}
+
+
+def batch(seed: int) -> MicroBatch:
+    """Return random rows of one document each."""
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    segments = torch.zeros_like(tokens)
+    targets = next_tokens(tokens, segments)
+    return MicroBatch(tokens, torch.arange(LENGTH).expand(2, LENGTH), segments, targets, 0, tokens.numel(),
+                      int((targets >= 0).sum()))
 
 
 class Run:
