@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tidewheel.rewards.scoring.process import RewardProcess
     from tidewheel.storage import Store
     from tidewheel.stores import Storage
-    from tidewheel.train import callbacks, compressions, objectives, optimizers, schedules, trackers
+    from tidewheel.train import callbacks, compressions, objectives, optimizers, schedules, stage_schedules, trackers
     from tidewheel.train.average import Average
     from tidewheel.train.callback import Callback, Step, Worker
     from tidewheel.train.compression import At, Compression, Exchange, Gather, Sum, Swap
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tidewheel.train.objective import Objective, Outputs, Sums
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
+    from tidewheel.train.stage_schedule import Passes, RunningStage, StageSchedule
     from tidewheel.train.step import MicroBatch
     from tidewheel.workflow.pipeline import Pipeline
     from tidewheel.workflow.steps import Call, Evaluate, Export, Reference, Tokenizer
@@ -117,6 +118,9 @@ _HOMES = {
     "Compression": "tidewheel.train.compression",
     "Exchange": "tidewheel.train.compression",
     "Gather": "tidewheel.train.compression",
+    "Passes": "tidewheel.train.stage_schedule",
+    "RunningStage": "tidewheel.train.stage_schedule",
+    "StageSchedule": "tidewheel.train.stage_schedule",
     "Sum": "tidewheel.train.compression",
     "Swap": "tidewheel.train.compression",
     "Callback": "tidewheel.train.callback",
@@ -139,18 +143,20 @@ _MODULES = {
     "optimizers": "tidewheel.train.optimizers",
     "rewards": "tidewheel.rewards",
     "schedules": "tidewheel.train.schedules",
+    "stage_schedules": "tidewheel.train.stage_schedules",
     "trackers": "tidewheel.train.trackers",
 }
 
 __all__ = ["Adapter", "At", "Average", "Batch", "Call", "Callback", "Completion", "Compression", "Cut", "Document",
            "Engine", "EngineLost", "EngineUse", "Environment", "Evaluate", "Exchange", "Export", "Failure",
            "FeedForwardShape", "FileHead", "FileMatch", "Filter", "Gather", "LayerCosts", "Limits", "MicroBatch",
-           "Model", "Objective", "Optimizer", "Outputs", "OwnModule", "Pipeline", "Prefix", "ProcessEngine", "Reader",
-           "Record", "Reference", "Reply", "Reward", "RewardProcess", "Rope", "RunningEngine", "Sample", "ScalingLaw",
-           "Schedule", "Scores", "SimilarityIndex", "Step", "Storage", "Store", "Sum", "Sums", "Swap", "Task",
-           "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Weights", "Worker",
-           "Workflow", "adapters", "callbacks", "compressions", "engines", "environments", "filters", "models",
-           "objectives", "optimizers", "rewards", "schedules", "sweep", "trackers"]
+           "Model", "Objective", "Optimizer", "Outputs", "OwnModule", "Passes", "Pipeline", "Prefix", "ProcessEngine",
+           "Reader", "Record", "Reference", "Reply", "Reward", "RewardProcess", "Rope", "RunningEngine",
+           "RunningStage", "Sample", "ScalingLaw", "Schedule", "Scores", "SimilarityIndex", "StageSchedule", "Step",
+           "Storage", "Store", "Sum", "Sums", "Swap", "Task", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker",
+           "Train", "Verdicts", "Weights", "Worker", "Workflow", "adapters", "callbacks", "compressions", "engines",
+           "environments", "filters", "models", "objectives", "optimizers", "rewards", "schedules", "stage_schedules",
+           "sweep", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

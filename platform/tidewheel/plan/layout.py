@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -229,7 +230,7 @@ class Layout:
         return mesh + kind + (f" in {self.copies} copies" if self.copies > 1 else "")
 
     def settings(self) -> dict[str, object]:
-        """Return the settings of the training configuration that select this layout."""
+        """Return the settings of the training configuration that select this layout, as `--set` takes them."""
         p = self.parallel
         settings: dict[str, object] = {"parallel.data": p.data}
         for name in ("tensor", "pipeline", "context", "replicate", *(["expert"] if p.expert > 1 else [])):
@@ -239,9 +240,14 @@ class Layout:
         if p.pipeline > 1:
             settings["parallel.pipeline_schedule"] = p.pipeline_schedule
         kept = self.memory.model_dump(exclude_unset=True)
-        settings |= {f"memory.{name}": value for name, value in kept.items()}
+        settings |= {f"memory.{name}": as_text(value) for name, value in kept.items()}
         settings["batch.micro_sequences"] = self.micro_sequences
         return settings
+
+
+def as_text(value: object) -> object:
+    """Return a setting's value as YAML reads it back: a list and an empty string have a form of their own."""
+    return json.dumps(value) if isinstance(value, (tuple, list)) or value == "" else value
 
 
 @dataclass(frozen=True)

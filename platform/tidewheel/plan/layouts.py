@@ -22,7 +22,7 @@ from tidewheel.plan.offload import disk_bytes, host_bytes
 from tidewheel.plan.refusals import Refused, refusals, too_much
 from tidewheel.plan.step_time import StepTime, step_time
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.memory.config import OPTIONS, MemoryConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import SCHEDULES
@@ -179,8 +179,10 @@ def _expert_ranks(job: Job, shards: int) -> list[int]:
 
 def _kept(job: Job) -> list[MemoryConfig]:
     """Return the settings of activation checkpointing to try: the three usual ones, and the configuration's own."""
-    disk = job.config.memory.optimizer_disk
-    stays = {"optimizer_disk": disk} if disk else {}
+    own, fields = job.config.memory, MemoryConfig.model_fields
+    stays: dict[str, object] = {"optimizer_disk": own.optimizer_disk} if own.optimizer_disk else {}
+    # a setting of another kind of checkpointing is set back, or the configuration would be refused with this one
+    stays |= {name: fields[name].default for name in OPTIONS if getattr(own, name) != fields[name].default}
     usual = [MemoryConfig.model_validate({"activation_checkpointing": kind, **stays}) for kind in CHECKPOINTING]
     return usual if job.config.memory in usual else [*usual, job.config.memory]
 

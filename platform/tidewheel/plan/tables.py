@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tidewheel.console import print_table
+from tidewheel.parts import name_of
 from tidewheel.plan import compressed
 from tidewheel.plan.byte_models import byte_models
 from tidewheel.plan.hardware import GB, ClusterConfig
@@ -51,6 +53,9 @@ def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: in
         vocabulary = VOCABULARY_SIZE
         notes.append(f"a vocabulary of {vocabulary:,} (--vocabulary-size changes it)")
     job = Job(config, vocabulary, length, teacher=_teacher_of(config, vocabulary, length))
+    if config.stage_schedule is not None:
+        notes.append(f"stage_schedule {name_of(type(config.stage_schedule))} is planned as 1f1b, with its idle time "
+                     "and one version of the weights")
     return job, [*notes, *compressed.note(job)]
 
 
@@ -232,7 +237,7 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
 
 
 def _options(planned: Planned) -> str:
-    return " ".join(f"--set {key}={value}" for key, value in planned.layout.settings().items())
+    return " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in planned.layout.settings().items())
 
 
 def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, run_cost: Summary | None) -> dict[str, Any]:

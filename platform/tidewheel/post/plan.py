@@ -11,6 +11,7 @@ from tidewheel.post.prompts import prompts_of
 from tidewheel.post.running import tokenizer_of
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
+from tidewheel.train.plan import check_adapter
 from tidewheel.train.run import with_absolute_uris
 
 
@@ -26,6 +27,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     encoder, _ = tokenizer_of(config)
     prompts = prompts_of(config, encoder)
     vocabulary = config.model.vocabulary_size or encoder.padded_size
+    check_adapter(config, vocabulary)
     groups = config.batch.global_sequences // rollouts.group
     epochs = rollouts.wave_of(config.steps) * config.wave_groups / len(prompts.prompts)
     run = storage.store(config.run_uri)

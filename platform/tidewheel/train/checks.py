@@ -305,7 +305,7 @@ def _lasts(config: TrainConfig, source: Source) -> None:
 
 
 IDENTITY = ("model", "adapter", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code", "head",
-            "value_head", "reference", "teacher", "compression", "share")
+            "value_head", "reference", "teacher", "compression", "stage_schedule", "share")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """Properties of the shards that an error names when another shard set is given."""
 
@@ -323,6 +323,8 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
             "value_head": config.objective.VALUES or None,
             "reference": source.reference or None, "teacher": source.teacher or None,
             "compression": None if config.compression is None else as_json(config.compression),
+            "stage_schedule": None if config.stage_schedule is None else
+            {**as_json(config.stage_schedule), "pipeline": config.parallel.pipeline},
             "share": None if config.outer is None or config.outer.groups == 1 else list(config.outer.share)}
 
 

@@ -16,7 +16,7 @@ from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
-from tidewheel.train import compressions, objectives, optimizers, schedules
+from tidewheel.train import compressions, objectives, optimizers, schedules, stage_schedules
 from tidewheel.train.average import Average
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.branching import Branch
@@ -294,6 +294,10 @@ class TrainConfig(Config):
     compression: compressions.ChosenCompression | None = None
     """Send less than whole gradients between workers: settings of the compression whose name is in `kind`, see
     docs/compression.md. It changes the result."""
+    stage_schedule: stage_schedules.ChosenStageSchedule | None = None
+    """Experimental: run the passes and updates of a pipeline's stages in another way than synchronous steps, such as
+    PipeDream: settings of the stage schedule whose name is in `kind`, see docs/pipeline_parallel.md. It changes the
+    result."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=0, ge=0)
@@ -319,8 +323,8 @@ class TrainConfig(Config):
     """torch.compile each block."""
     run_ahead: bool | Literal["auto"] = "auto"
     """Start a step before the result of the last one is read back, so that a GPU never waits for the host. A step that
-    a save, an evaluation or a request follows is waited for. auto: on NVIDIA GPUs. Precision fp16 never does it: its
-    loss scale follows from the last step."""
+    a save, an evaluation or a request follows is waited for. auto: on NVIDIA GPUs, and with a `stage_schedule`.
+    Precision fp16 never does it: its loss scale follows from the last step."""
     compile_cache: str = ""
     """Local folder for compiled code, for a quick next start on this machine; default: torch's own."""
     memory: MemoryConfig = MemoryConfig()
@@ -481,6 +485,8 @@ class TrainConfig(Config):
             values.get("rollouts", {}).pop(name, None)
         if self.run.branch:
             values["branch"] = self.run.branch
+        if self.stage_schedule is not None:
+            values["pipeline"] = self.parallel.pipeline
         for name in OUTER_UNDECISIVE:
             values.get("outer", {}).pop(name, None)
         for name in self.rollouts.engine.UNDECISIVE if self.rollouts is not None else ():

@@ -42,6 +42,7 @@ from tidewheel.train.running_ahead import Pending, RunningAhead
 from tidewheel.train.runtime import Control, Preempted, Runtime
 from tidewheel.train.saving import Saving
 from tidewheel.train.speed_shares import SpeedShares
+from tidewheel.train.stage_steps import StageSteps
 from tidewheel.train.step import SAVE, STOP, StartedStep, start_step
 from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Timeline, ledger
@@ -131,6 +132,8 @@ class Loop:
         self._publishing = Publishing(config, training.model, training.record.store)
         self._growth = Growth(config, training.source, training.collectives, training.record, runtime.control,
                               training.retry)
+        self._stages = StageSteps(config, training.model, training.optimizer, training.collectives,
+                                  guard) if config.stage_schedule is not None else None
         self._began, self._waited = 0.0, 0.0  # since the last step was recorded
 
     @classmethod
@@ -312,6 +315,8 @@ class Loop:
     def _enqueue(self, step: int, batch: RankBatch) -> StartedStep:
         training, config = self._training, self._training.config
         training.optimizer.set_learning_rate(training.rates.of(step))
+        if self._stages is not None:
+            return self._stages.start(step, batch.micro_batches, partial(self._ahead.ask, step), self._saving.settle)
         self._curvature.before(step, batch.micro_batches)
         before_update = self._recomputation.before(step, batch.micro_batches, self._saving.settle)
         started = start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,

@@ -35,6 +35,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     batch = config.batch
     length = manifest.sequence_length
     checks.fits(config, manifest)
+    check_adapter(config, vocabulary)
     sequences = BatchSizes.of(batch, length).total(config.steps)
     row = length * config.objective.parts
     flops = config.model.flops_per_token(vocabulary, length) * sequences * row
@@ -61,6 +62,22 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "recipe": config.recipe_hash(),
     }
     return [{"what": name, "value": value} for name, value in values.items()]
+
+
+def check_adapter(config: TrainConfig, vocabulary_size: int) -> None:
+    """Check the targets of a run's adapter. Only a run with an adapter imports torch for it.
+
+    Args:
+        config: of the run.
+        vocabulary_size: of the model.
+
+    Raises:
+        ConfigError: a target matches no module.
+    """
+    if config.adapter is not None:
+        from tidewheel.train.parallel import building
+
+        building.check_adapter(config, vocabulary_size)
 
 
 def _groups(outer: OuterConfig) -> str:

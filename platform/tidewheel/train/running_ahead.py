@@ -46,11 +46,14 @@ class RunningAhead:
     def __init__(self, training: Training, saving: Saving, evaluating: Evaluating) -> None:
         self._training, self._saving, self._evaluating = training, saving, evaluating
         setting = training.config.run_ahead
-        on = training.device.type == "cuda" if setting == "auto" else setting
+        usual = training.device.type == "cuda" or training.config.stage_schedule is not None
+        on = usual if setting == "auto" else setting
         self.on = on and training.loss_scale is None  # the scale of a step follows from the step before
         """Whether the host ever runs ahead."""
-        self._announced = True  # on rank 0: whether the step to be asked about is waited for
-        self._waits = True  # the same as all ranks know it, of the step behind the last result
+        # a stage schedule's result depends on which steps are waited for, so a resumed run waits no more than others
+        self._announced = training.config.stage_schedule is None
+        """On rank 0: whether the step to be asked about is waited for."""
+        self._waits = self._announced  # the same as all ranks know it, of the step behind the last result
 
     def ask(self, step: int) -> int:
         """Return this rank's part of `StepResult.asked`; called once in each step."""

@@ -199,14 +199,21 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         before_update: called before any parameter changes.
         sources: number of sources whose losses are reported; 0: none are.
     """
+    overlapped, norms = optimizer.overlapped, None
+    if overlapped is not None:  # nothing clips or withholds its updates
+        terms = torch.tensor([_counted(model, micro_batches)], dtype=torch.float64)
+        before_update()
+        overlapped.begin(1.0 / collectives.sum(terms).clamp(min=1)[0])
     losses, scaled = find_gradients(model, micro_batches, collectives.device, precision, loss_scale)
+    if overlapped is not None:
+        norms = overlapped.finish()
     gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
     chosen = collectives.to_device(_owners(model, micro_batches, virtual_ranks))
     names = model.objective.METRICS
     if sources:
         losses = torch.cat((losses.double().view(len(losses), -1), by_source(model, micro_batches, sources)), dim=1)
     entries = (chosen @ losses.double()).flatten()
-    squares = _squares(model, gradients).to(collectives.device)
+    squares = _squares(model, gradients, norms).to(collectives.device)
     load = model.experts.report(collectives.device)
     counts = _counts(model, micro_batches, ask(), sources)
     report = torch.cat([collectives.to_device(counts), entries, squares, load])
@@ -224,10 +231,12 @@ def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     else:
         judged = guard.judge(loss, norm)
         skip = judged[-1]
-    before_update()
+    if overlapped is None:
+        before_update()
     model.experts.balance(load, skip)
     model.keep_unsent(skip)
-    optimizer.step(skip=skip, factor=scale / (targets * scaled))
+    if overlapped is None:
+        optimizer.step(skip=skip, factor=scale / (targets * scaled))
     model.refresh()
     metrics, nats = columns[:, 1:].sum(dim=0).split([len(names), sources])
     on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics / targets, nats, counts[3:], load,
@@ -294,13 +303,18 @@ def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: in
     """
     counts = torch.zeros(3 + sources, dtype=torch.float64)
     if model.mesh.leads:
-        counts[0] = sum(model.objective.count(micro) for micro in micro_batches)
+        counts[0] = _counted(model, micro_batches)
         counts[1] = sum(micro.num_tokens for micro in micro_batches)
         for micro in micro_batches if sources else ():
             for source, count in zip(micro.sources, micro.row_targets):
                 counts[3 + source] += count
     counts[2] = float(asked)
     return counts
+
+
+def _counted(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> float:
+    """Return the terms of the objective that this rank counts; each data rank counts its own once."""
+    return float(sum(model.objective.count(micro) for micro in micro_batches)) if model.mesh.leads else 0.0
 
 
 def _owners(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_ranks: int) -> torch.Tensor:
@@ -318,32 +332,38 @@ def _owners(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_r
     return chosen
 
 
-def _squares(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Return this rank's share of the squared norm of the whole gradient, fp64.
+def _squares(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]],
+             norms: Mapping[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+    """Return this rank's share of the squared norm of the whole gradient, fp64; see `squared_norm`.
 
     It is [1], the sum of squares; in reproducible mode, the `pieces` of that sum.
     """
     if model.order is None:
-        return squared_norm(model, gradients)[None]
+        return squared_norm(model, gradients, norms)[None]
     own = [gradient for parameter, gradient in gradients if gradient.numel() and model.first_holder(parameter)]
     sums = reproducible_norm.row_squares(own) if own else torch.zeros(0, dtype=torch.float64)
     return reproducible_norm.pieces(sums)
 
 
-def squared_norm(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def squared_norm(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]],
+                 norms: Mapping[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """Return this rank's share of the squared norm of the whole gradient. On every mesh the shares add up to it.
 
     Args:
         gradients: pairs of a parameter and the local part of its gradient.
+        norms: of the gradient of each parameter, if they are known; None: compute them.
 
     Returns:
         fp64 scalar: each tensor's sum of squares, computed in its own precision and divided by the number of ranks that
         hold the tensor; added over tensors in fp64.
     """
-    alike: dict[int, list[torch.Tensor]] = {}
+    alike: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for parameter, gradient in gradients:
         if gradient.numel():
-            alike.setdefault(model.replicas(parameter), []).append(gradient)
-    shares = [torch.stack([norm.double() for norm in torch._foreach_norm(held)]).square().sum() / replicas
-              for replicas, held in alike.items()]
+            alike.setdefault(model.replicas(parameter), []).append((parameter, gradient))
+    shares: list[torch.Tensor] = []
+    for replicas, held in alike.items():
+        known = (torch._foreach_norm([gradient for _, gradient in held]) if norms is None
+                 else [norms[parameter] for parameter, _ in held])
+        shares.append(torch.stack([norm.double() for norm in known]).square().sum() / replicas)
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)

@@ -25,6 +25,7 @@ from tidewheel.train.memory.host import keep_freed_memory
 from tidewheel.train.metrics.waits import Waits, waits_on
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
+from tidewheel.train.optim.overlapped import overlap
 from tidewheel.train.outer_exchange import OuterExchange
 from tidewheel.train.parallel import ParallelModel, teacher
 from tidewheel.train.positions import Positions, Window
@@ -107,6 +108,8 @@ class Training:
         optimizer = build_optimizer(model, config.optimizer)
         if config.memory.optimizer_disk:
             optimizer.move_to_disk(Path(config.memory.optimizer_disk))
+        if config.parallel.overlap_update:
+            overlap(optimizer, model.data)
         waits = waits_on(device, runtime.world_size)
         model.measure(waits)
         training = cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,

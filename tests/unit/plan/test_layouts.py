@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tidewheel.cli import run_command
 from tidewheel.config import build, load
 from tidewheel.errors import ConfigError
+from tidewheel.plan import tables
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
 from tidewheel.plan.layouts import Ranking, layouts, own, rank
@@ -55,6 +57,27 @@ def test_every_layout_is_legal(gpus: int, layers: int, heads: int, virtual: int,
     times = [item.time.seconds for item in ranking.fitting]
     assert times == sorted(times)
     must_be_legal(config, ranking, gpus, 1536, 96)
+
+
+@pytest.mark.parametrize("kept", [
+    {"activation_checkpointing": "offload", "activation_disk": "/local nvme"},
+    {"activation_checkpointing": "every_nth", "every": "sqrt"},
+    {"activation_checkpointing": "selective", "keep_products": ["wo", "w2"]},
+    {"activation_checkpointing": "selective", "recompute_products": 3}])
+def test_what_is_printed_is_accepted_by_the_same_configuration(kept: dict):
+    config = {"model": {"dim": 64, "num_layers": 4, "num_heads": 2, "ffn_dim": 96}, "precision": "bf16", "memory": kept,
+              "batch": {"global_sequences": 8, "micro_sequences": 1, "virtual_ranks": 4},
+              "elastic": {"min_workers": 4, "max_workers": 4}}
+    job = Job(build(TrainConfig, config), 1536, 96)
+    ranking = rank(job, ClusterConfig(gpus=4))
+    kinds = {item.layout.memory.activation_checkpointing for item in ranking.fitting}
+    assert {"none", "selective", "full"} <= kinds
+    assert ranking.own is not None
+    for item in (*ranking.fitting, ranking.own):
+        printed = shlex.split(tables._options(item))
+        chosen = [text for text in printed if text != "--set"]
+        assert build(TrainConfig, config, chosen).memory == item.layout.memory
+    must_be_legal(config, ranking, 4, 1536, 96)
 
 
 @pytest.fixture(scope="module")

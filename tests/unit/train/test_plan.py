@@ -40,3 +40,12 @@ def test_missing_data_is_named(tmp_path):
         plan(config(tmp_path))
     with pytest.raises(ConfigError, match=r"data\.uri"):
         plan(config(tmp_path, "run", "data.uri="))
+
+
+def test_targets_of_an_adapter_are_checked(tmp_path):
+    write_shards(tmp_path / "shards")
+    assert plan(config(tmp_path, "run", "adapter={kind: lora, targets: [wq, w2]}"))
+    with pytest.raises(ConfigError, match=r"'wqq' matches no module .*nearest names: wq"):
+        plan(config(tmp_path, "run", "adapter={kind: lora, targets: [wqq]}"))
+    with pytest.raises(ConfigError, match=r"'blocks\.7' matches no module"):
+        plan(config(tmp_path, "run", "adapter={kind: lora, targets: [blocks.7]}"))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from tidewheel.train.memory.scratch_file import ScratchFile, Transfer, buffer, rounded
 from tidewheel.train.optim.base import COUNT
 from tidewheel.train.optim.disk_config import PIECE_BYTES, PIECES
+from tidewheel.train.optim.some_parameters import only
 
 LINE = 64
 """Tensors in a piece begin at a multiple of this many bytes, so that kernels for vectors read whole cache lines."""
@@ -195,18 +196,8 @@ class DiskState:
             piece.point_to(self._view(piece))
 
     def _update(self, piece: _Piece, after: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        part, groups = piece.part, piece.part.param_groups
-        whole = [group["params"] for group in groups]
-        chosen = set(map(id, piece.parameters))
-        try:
-            for group in groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
-            part.param_groups = [group for group in groups if group["params"]]
-            part.step()
-        finally:
-            for group, parameters in zip(groups, whole):
-                group["params"] = parameters
-            part.param_groups = groups
+        with only(piece.part, set(map(id, piece.parameters))):
+            piece.part.step()
         after(piece.parameters)
 
 

@@ -28,6 +28,7 @@ class MasterWeights(ModelOptimizer):
     def __init__(self, named: Iterable[Named], config: Optimizer) -> None:
         self._parameters = list(named)
         self._masters = [(name, nn.Parameter(parameter.detach().float())) for name, parameter in self._parameters]
+        self._master_of = {parameter: master for (_, parameter), (_, master) in zip(self._parameters, self._masters)}
         super().__init__(self._masters, config.build_all(self._masters), config.stored)
 
     def started(self) -> None:
@@ -45,6 +46,20 @@ class MasterWeights(ModelOptimizer):
         for (_, parameter), (_, master) in zip(self._parameters, self._masters):
             if self.disk is None:
                 parameter.copy_(master)
+            master.grad = None
+
+    def updated_by_gradient(self) -> list[Named]:
+        return self._parameters
+
+    @torch.no_grad()
+    def update(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        pairs = [(parameter, self._master_of[parameter]) for parameter in parameters]
+        for parameter, master in pairs:
+            assert parameter.grad is not None
+            master.grad = _in_fp32(parameter.grad)
+        super().update([master for _, master in pairs], factor)
+        for parameter, master in pairs:
+            parameter.copy_(master)
             master.grad = None
 
     def _updated(self, parameters: Sequence[torch.Tensor]) -> None:

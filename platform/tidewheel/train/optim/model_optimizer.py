@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,10 @@ from torch.distributed.tensor import DTensor
 from tidewheel.errors import ConfigError
 from tidewheel.train.optim.base import COUNT, Named
 from tidewheel.train.optim.disk_state import DiskState
+from tidewheel.train.optim.some_parameters import only
+
+if TYPE_CHECKING:
+    from tidewheel.train.optim.overlapped import OverlappedUpdate
 
 Stored = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """From the name and value of a state tensor to {name: plain tensor} in a checkpoint."""
@@ -31,9 +36,11 @@ class ModelOptimizer:
 
     Attributes:
         disk: the file that holds the state; None: it is in memory.
+        overlapped: updates parameters during the backward pass, see `overlapped.overlap`; None: `step` does.
     """
 
     disk: DiskState | None = None
+    overlapped: OverlappedUpdate | None = None
 
     def __init__(self, named: Iterable[Named], parts: Sequence[torch.optim.Optimizer],
                  stored: Stored = unchanged) -> None:
@@ -81,6 +88,24 @@ class ModelOptimizer:
                 self.disk.step(part, self._updated)
         if self.disk is not None:
             self.disk.read_ahead()
+
+    def updated_by_gradient(self) -> list[Named]:
+        """Return (name, parameter) of those whose gradients `update` takes."""
+        return self.named
+
+    def update(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        """Update some parameters alone, with `factor` times their gradients, as `step` would.
+
+        Args:
+            parameters: some of `updated_by_gradient`, in host memory.
+            factor: scalar in host memory.
+        """
+        chosen = set(map(id, parameters))
+        for part in self.parts:
+            with only(part, chosen):
+                if part.param_groups:
+                    multiply([part], factor)
+                    part.step()
 
     def _updated(self, parameters: Sequence[torch.Tensor]) -> None:
         """Handle that parameters were updated, while their state is in memory. Called with state on disk."""
@@ -154,11 +179,15 @@ def is_fused(part: torch.optim.Optimizer) -> bool:
 
 def multiply(parts: Sequence[torch.optim.Optimizer], factor: torch.Tensor) -> None:
     """Multiply the gradients of the parameters of `parts`, in place: one pass that reads and writes all of them."""
-    gradients = [parameter.grad for part in parts for group in part.param_groups for parameter in group["params"]
-                 if parameter.grad is not None]
-    here = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    here = local_gradients(parameter for part in parts for group in part.param_groups for parameter in group["params"])
     if here:
         torch._foreach_mul_(here, factor.to(here[0].device, here[0].dtype))
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's part of the gradient of each parameter that has one."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 def _check_state(name: str, state: dict[str, torch.Tensor], declared: set[str]) -> None:

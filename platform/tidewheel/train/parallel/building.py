@@ -103,6 +103,21 @@ def _complete(config: TrainConfig, runtime: Runtime, model: ParallelModel) -> Pa
     return model
 
 
+def check_adapter(config: TrainConfig, vocabulary_size: int) -> None:
+    """Check that each target of a run's adapter is there. It allocates no parameter.
+
+    Args:
+        config: of the run.
+        vocabulary_size: rows of the embedding.
+
+    Raises:
+        ConfigError: a pattern matches no module; the nearest names are given.
+    """
+    if config.adapter is not None:
+        with torch.device("meta"):
+            attach.check(decoder_of(config, vocabulary_size), config.adapter)
+
+
 def decoder_of(config: TrainConfig, vocabulary_size: int) -> Decoder:
     """Return the decoder of a run, with the objective's head in the place of the output matrix or beside it.
 

@@ -36,6 +36,7 @@ from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 if TYPE_CHECKING:
     from tidewheel.train.metrics.waits import Waits
+    from tidewheel.train.optim.overlapped import OverlappedUpdate
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -114,6 +115,9 @@ class SingleProcess:
 
     def measure(self, waits: Waits) -> None:
         """Measure from now on how long the device waits for collectives."""
+
+    def announce(self, to: OverlappedUpdate) -> None:
+        """Tell when gradients are final, see `overlapped.Announces`. Only FSDP2 offloads, so the others never do."""
 
 
 class Replicated(SingleProcess):

@@ -29,6 +29,7 @@ from tidewheel.models.moe.experts import Experts
 from tidewheel.models.wrapped import Wrapped
 from tidewheel.train import fp8
 from tidewheel.train.metrics.waits import Waits, measured
+from tidewheel.train.optim.overlapped import OverlappedUpdate
 from tidewheel.train.parallel.data_parallel import SingleProcess, accumulate_in_fp32, blocks, local, trainable
 from tidewheel.train.parallel.expert import ShardedExperts, placement
 from tidewheel.train.parallel.expert_reduce import reduce_by_source
@@ -96,6 +97,7 @@ class FullyShard(SingleProcess):
         # FSDP2 of one rank has no reduction to replace: micro-batches are added here in their order
         self._alone = [] if order is None or sums is None or mesh.size() > 1 else [sums() for _ in trainable(part)]
         self._is_prepared = False
+        self._is_last = False
         self._in_fp8 = fp8.gathers_in_fp8(part)
         precision = precision or MixedPrecisionPolicy()
         if part.embedding is not None and precision.param_dtype is not None:
@@ -148,7 +150,7 @@ class FullyShard(SingleProcess):
             self.zero_grad()  # the `OrderedSum` holds the sum; FSDP2 must not accumulate on its own
             return
         assert isinstance(self.part, FSDPModule)
-        last = number == count - 1
+        last = self._is_last = number == count - 1
         self.part.set_requires_gradient_sync(last or self._reduce_always)
         self.part.set_requires_all_reduce(last)
 
@@ -176,6 +178,23 @@ class FullyShard(SingleProcess):
         for group in filter(None, (unit.group for unit in self._units)):
             group.wait_for_unshard = measured(group.wait_for_unshard, waits)  # with the copy out of the buffer
             group.finalize_backward = measured(group.finalize_backward, waits)
+
+    def announce(self, to: OverlappedUpdate) -> None:
+        """Tell when the gradients of a unit are final; see `overlapped.Announces`."""
+        for unit in self._units:
+            if unit.group is not None:
+                unit.group.post_backward = self._announcing(unit.group, to)
+
+    def _announcing(self, group: Any, to: OverlappedUpdate) -> Callable[..., None]:
+        plain = group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            plain(*unused)
+            if self._is_last:
+                events = [held.grad_offload_event for held in group.fsdp_params if held.grad_offload_event is not None]
+                to.ready([held.sharded_param for held in group.fsdp_params], events)
+
+        return post_backward
 
     def refresh(self) -> None:
         """Compute the scales of the weights that are gathered in fp8."""

@@ -11,7 +11,8 @@ from tidewheel.models.family import Model
 from tidewheel.models.moe.config import MixtureOfExperts
 from tidewheel.parts import name_of
 from tidewheel.shards.manifest import PACKED
-from tidewheel.train import objective, objectives, outer_config
+from tidewheel.train import objective, objectives, outer_config, stage_schedule
+from tidewheel.train.optim import overlapped_config
 from tidewheel.train.parallel import compressing, own_module
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
@@ -48,6 +49,8 @@ def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | Non
 def _legal_sizes(config: TrainConfig, min_workers: int = 1, max_workers: int | None = None) -> tuple[int, ...]:
     """Return `legal_sizes` of the layout of `config`."""
     parallel = config.parallel
+    if config.stage_schedule is not None:
+        max_workers = parallel.unit  # a stage updates by itself, so it has no copies
     return legal_sizes(config.batch.virtual_ranks, min_workers, max_workers, unit=parallel.unit,
                        replicate=parallel.replicate, shard=parallel.shard, context=parallel.context,
                        expert=parallel.expert)
@@ -78,6 +81,7 @@ def reason_against(config: TrainConfig) -> str | None:
     return (own_module.reason_against(config) or objective.reason_against(config.objective, mesh)
             or _zero_bubble(config) or _kernels(config) or _fp8(config) or _async_tensor(config) or _lengths(config)
             or _adapter(config) or compressing.reason_against(config) or outer_config.reason_against(config)
+            or stage_schedule.reason_against(config) or overlapped_config.reason_against(config)
             or _workers(config) or _speed_shares(config) or _curvature(config) or _equal_attention(config)
             or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
@@ -376,6 +380,9 @@ def check_world(config: TrainConfig, world_size: int) -> None:
                                   "or zbv_zero_bubble, which take any number")
         return
     near = nearest(world_size, possible)
+    if config.stage_schedule is not None:
+        raise ConfigError(f"a stage_schedule has one worker for each stage, not {world_size} for "
+                          f"{describe(parallel)}", where="stage_schedule", fix=f"start {near} workers")
     if world_size % parallel.unit:
         raise ConfigError(f"{world_size} worker(s) cannot hold {describe(parallel)}; nearest number that can: {near}",
                           where="parallel", fix=f"start {near} workers, or make the mesh smaller")

@@ -1,0 +1,1 @@
+"""Pipeline schedules for Tidewheel that are for study and comparison."""
