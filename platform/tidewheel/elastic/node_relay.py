@@ -185,7 +185,7 @@ class NodeRelay(Listener):
     def _distribute(self, text: bytes) -> None:
         """Pass on a line of the coordinator to the workers that it is for."""
         body, values = split(text)
-        ranks = values.get("ranks")
+        ranks: list[int] = values.get("ranks") or []
         shared = b"" if ranks else frame_line(body, values["number"], values["received"])
         if values["body"].get("type") == "join":
             self._uplink.beat_seconds = float(values["body"]["beat_seconds"])
