@@ -73,7 +73,13 @@ class NodeConnection:
             self._break(worker, grace)
 
     def send(self, number: int, frame: Outgoing, rank: int = ANY_RANK) -> None:
-        """Send a frame to the worker with this number."""
+        """Send a frame to a worker.
+
+        Args:
+            number: of the worker's connection.
+            frame: the frame.
+            rank: its rank, if the body is a `Join`.
+        """
         if number in self._workers:
             if not self._orders:
                 self._loop.call_soon(self._flush)

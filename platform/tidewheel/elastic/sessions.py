@@ -243,6 +243,11 @@ class Sessions:
 
         The session moves to this connection only when the worker has answered, see `take_up`: a worker that gave up
         waiting for the welcome leaves its session as it is.
+
+        Args:
+            session: the session.
+            greeting: the worker's first message on the connection.
+            channel: the connection.
         """
         session.connection = greeting.connection
         channel.send(Outgoing(Welcome(session.key), received=session.log.received))
