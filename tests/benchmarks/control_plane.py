@@ -1,10 +1,12 @@
 """Measure the control plane of a run over the number of workers: from a death until the last survivor joins again.
 
-    python -m tests.benchmarks.control_plane [--workers 64 256 1000] [--deaths 1 10 100] [--beat SECONDS]
+    python -m tests.benchmarks.control_plane [--workers 64 256 1000] [--deaths 1 10 100] [--beat SECONDS] [--relays]
 
 The coordinator is the real one, with its membership, server, events and memory placement, in this process. Workers are
 connections that speak the real protocol (`control_plane_clients`), eight on a node, in other processes on the same
-machine: most of the seconds are theirs. A worker that dies closes its connection; a frozen one stays silent. The exit
+machine, so that the seconds are those of both: the CPU time of each is a column. With `--relays` the eight share a
+connection, and what is emulated is what a node's relay sends and receives, without its own work. A worker that dies
+closes its connection; a node that dies closes the relay's; a frozen worker stays silent. The exit
 code is 1 when a survivor is cut off, when ranks are wrong, or when a generation takes more than its limit of seconds.
 """
 
@@ -79,9 +81,11 @@ class Swarm:
         workers: number of workers.
         beat: seconds between two beats of a worker; 0 for the product's.
         relays: the workers of a node share a connection.
+        spread: seconds over which the reports of a generation's members are spread.
     """
 
-    def __init__(self, coordinator: MeasuredCoordinator, workers: int, beat: float, relays: bool) -> None:
+    def __init__(self, coordinator: MeasuredCoordinator, workers: int, beat: float, relays: bool,
+                 spread: float = 0.0) -> None:
         self._coordinator = coordinator
         self.names = {f"w{index:05d}": f"n{index // RANKS_A_NODE:05d}" for index in range(workers)}
         coordinator.expect(self.names, anew=True)
@@ -92,7 +96,7 @@ class Swarm:
         for number in range(PROCESSES):
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.benchmarks.control_plane_clients", endpoint.address[0],
-                 str(endpoint.address[1]), "--beat", str(beat), *relay],
+                 str(endpoint.address[1]), "--beat", str(beat), "--spread", str(spread), *relay],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self._processes.append(process)
             mine = {name: node for name, node in self.names.items() if int(node[1:]) % PROCESSES == number}
@@ -123,10 +127,10 @@ class Swarm:
                     raise RuntimeError(f"generation {report['joined']}: the ranks are not 0 to {size - 1}")
                 return report["joined"], max(part["at"] for part in parts.values())
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, Any]:
         """Return what all workers together have received."""
         self.order({"report": True})
-        sums: dict[str, int] = {}
+        sums: dict[str, Any] = {}
         answers = 0
         while answers < PROCESSES:
             _, report = self._next(time.monotonic() + WAIT_SECONDS)
@@ -170,10 +174,11 @@ class Measurement:
         relays: the workers of a node share a connection.
         heartbeat: seconds after which a silent worker is lost.
         leave: seconds within which a survivor leaves a broken generation.
+        spread: seconds over which the reports of a generation's members are spread.
     """
 
     def __init__(self, workers: int, beat: float, *, relays: bool = False, heartbeat: float = 3.0,
-                 leave: float = 5.0) -> None:
+                 leave: float = 5.0, spread: float = 0.0) -> None:
         self.problems: list[str] = []
         self._workers = workers
         self._coordinator = MeasuredCoordinator(tempfile.mkdtemp(), workers, elastic=ElasticConfig(
@@ -182,7 +187,7 @@ class Measurement:
         self._coordinator.start("127.0.0.1")
         began = time.monotonic()
         before = self._coordinator.cpu_seconds()
-        self._swarm = Swarm(self._coordinator, workers, beat, relays)
+        self._swarm = Swarm(self._coordinator, workers, beat, relays, spread)
         self._alive = list(self._swarm.names)
         self._generation, last = self._swarm.formed(workers)
         self.start = {"workers": f"{workers:,}", "rendezvous s": f"{last - began:.2f}",
@@ -203,6 +208,12 @@ class Measurement:
         chosen = self._alive[::max(1, len(self._alive) // deaths)][:deaths]
         return self._lose(chosen, "die", f"{deaths} die")
 
+    def lose_node(self) -> dict[str, str]:
+        """Let the processes of a node end at the same time, its relay's too; measure until the others have joined."""
+        node = self._swarm.names[self._alive[len(self._alive) // 2]]
+        chosen = [name for name in self._alive if self._swarm.names[name] == node]
+        return self._lose(chosen, "lose", f"a node of {len(chosen)}", [node])
+
     def freeze(self, workers: int) -> dict[str, str]:
         """Let workers freeze; measure until the others have joined."""
         return self._lose(self._alive[1::max(1, len(self._alive) // workers)][:workers], "freeze", f"{workers} freeze")
@@ -212,11 +223,11 @@ class Measurement:
         self._swarm.close()
         self._coordinator.end()
 
-    def _lose(self, chosen: list[str], how: str, event: str) -> dict[str, str]:
+    def _lose(self, chosen: list[str], how: str, event: str, what: list[str] | None = None) -> dict[str, str]:
         before = self._swarm.totals()
         cpu = self._coordinator.cpu_seconds()
         began = time.monotonic()
-        self._swarm.order({how: chosen})
+        self._swarm.order({how: what or chosen})
         self._alive = [name for name in self._alive if name not in set(chosen)]
         generation, last = self._swarm.formed(len(self._alive))
         ended, self._generation = generation - self._generation, generation
@@ -228,7 +239,9 @@ class Measurement:
             self.problems.append(f"{self._workers} workers, {event}: {max(len(cut), after['cut'])} survivors cut off")
         return {"workers": f"{self._workers:,}", "event": event, "seconds": f"{last - began:.3f}",
                 "learnt p50": f"{learnt[len(learnt) // 2]:.3f}", "learnt p99": f"{learnt[len(learnt) * 99 // 100]:.3f}",
-                "ended": str(ended), "its CPU s": f"{cpu:.3f}", "aborts": f"{after['aborts'] - before['aborts']:,}",
+                "ended": str(ended), "its CPU s": f"{cpu:.3f}",
+                "workers' CPU s": f"{after['cpu'] - before['cpu']:.2f}",
+                "aborts": f"{after['aborts'] - before['aborts']:,}",
                 "frames out": f"{after['frames'] - before['frames']:,}",
                 "kB out": f"{(after['bytes'] - before['bytes']) / 1e3:,.0f}", "cut off": len(cut)}
 
@@ -240,6 +253,7 @@ def main() -> int:
     options.add_argument("--beat", type=float, default=0.0, help="seconds between two beats (default: as a worker)")
     options.add_argument("--heartbeat", type=float, default=3.0, help="seconds until a silent worker is lost")
     options.add_argument("--relays", action="store_true", help="workers of a node share one connection")
+    options.add_argument("--spread", type=float, default=0.0, help="seconds over which members leave a generation")
     options.add_argument("--limit", type=float, default=5.0, help="seconds that a generation may take after deaths")
     options.add_argument("--output", default="", help="also write the times as JSON, for tidewheel plan goodput")
     given = options.parse_args()
@@ -249,13 +263,17 @@ def main() -> int:
     events: list[dict[str, Any]] = []
     problems: list[str] = []
     for workers in given.workers:
-        measurement = Measurement(workers, given.beat, relays=given.relays, heartbeat=given.heartbeat)
+        measurement = Measurement(workers, given.beat, relays=given.relays, heartbeat=given.heartbeat,
+                                  spread=given.spread)
         try:
             starts.append(measurement.steady())
             for deaths in [deaths for deaths in given.deaths if 4 * deaths <= workers]:
                 events.append(measurement.kill(deaths))
                 if float(events[-1]["seconds"]) > given.limit:
                     problems.append(f"{workers} workers, {events[-1]['event']}: {events[-1]['seconds']} s")
+                time.sleep(SETTLE_SECONDS)
+            if given.relays:
+                events.append(measurement.lose_node())
                 time.sleep(SETTLE_SECONDS)
             events.append(measurement.freeze(1))
         finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.cut import FAULTS
-from tests.chaos.world import SAVE_EVERY, World
+from tests.chaos.world import SAVE_EVERY, World, processes
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.faults import drain_node, flip_byte
 from tidewheel.cluster.local import NodeHandle
@@ -55,6 +55,13 @@ def stop_worker(world: World, rng: random.Random) -> str:
         later(20, lambda: send(pid, signal.SIGCONT))
         return f"worker {pid}, woken after 20 s"
     return f"worker {pid}"
+
+
+def freeze_agent(world: World, rng: random.Random) -> str:
+    """Stop the memory agent of a node, which relays what the workers of the node say."""
+    pids = sorted(processes(world.cluster, "ray::AgentActor"))
+    pid = rng.choice(pids) if pids else None
+    return f"agent {pid}" if pid is not None and send(pid, signal.SIGSTOP) else "no agent was there"
 
 
 def kill_node(world: World, rng: random.Random) -> str:

@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from tests.chaos.events import kill_worker
+from tests.chaos.events import freeze_agent, kill_worker
 from tests.chaos.world import disturbed_run, prepare, settings
 
-STEPS = 60
+STEPS = 80
 
 
 @pytest.mark.cluster
 @pytest.mark.chaos
 @pytest.mark.long
-def test_a_run_with_relays_survives_the_loss_of_workers(tmp_path):
+def test_a_run_with_relays_survives_the_loss_of_workers_and_a_frozen_agent(tmp_path):
     prepare(tmp_path)
     config = settings(tmp_path, "relays", STEPS, workers=4, overrides=("elastic.relay_workers=2",))
     rng = random.Random(4)
@@ -22,6 +22,10 @@ def test_a_run_with_relays_survives_the_loss_of_workers(tmp_path):
         kill_worker(world, rng)
         assert world.wait_for(lambda: world.events("recovered") and world.step >= 15, 200)
         kill_worker(world, rng)
+        assert world.wait_for(lambda: len(world.events("recovered")) > 1 and world.step >= 25, 200)
+        assert "agent" in freeze_agent(world, rng)
+        frozen_at = world.step
+        assert world.wait_for(lambda: len(world.events("relay_left")) >= 2 and world.step >= frozen_at + 10, 200)
         assert world.over.wait(timeout=400)
         assert world.finished, world.drivers[-1].error
         failures = world.events("failure")

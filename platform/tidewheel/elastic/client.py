@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from tidewheel.elastic.connection import RECONNECT_SECONDS, DeliveryLog, close, read_line, tune
+from tidewheel.elastic.connection import (
+    RECONNECT_SECONDS,
+    DeliveryLog,
+    SilentError,
+    close,
+    lines_of,
+    read_line,
+    tune,
+)
 from tidewheel.elastic.messages import (
     Beat,
     CoordinatorMessage,
     End,
+    FromCoordinator,
     FromWorker,
     Hello,
     Here,
@@ -21,6 +32,7 @@ from tidewheel.elastic.messages import (
     Return,
     StepDone,
     Welcome,
+    WorkerEvent,
     WorkerMessage,
     decode_from_coordinator,
     encode,
@@ -35,6 +47,9 @@ RETRY_SECONDS = 1.0
 soon after the first, well within `heartbeat_seconds`."""
 REFUSED_SECONDS = 3.0
 """The coordinator's process is gone once connections are refused for this long: its address never changes."""
+RELAY_SHARE = 0.25
+"""A worker leaves a relay that is silent for this share of `heartbeat_seconds`. By then the coordinator has not heard
+it for at most this share and twice the time between two heartbeats, which is less than the whole."""
 FLEETING = (Beat, StepDone)
 """Messages that are not resent after a reconnect, because the next one replaces them."""
 
@@ -49,8 +64,9 @@ class Client:
         on_closed: called in that thread when the client gives up: it could not reconnect within `reconnect_seconds`,
             no process listens at `address` any more, or the coordinator dropped this worker.
         reconnect_seconds: time limit of all attempts to reconnect.
-        relay: host and port of the node's relay, which is tried first; None without one. The coordinator is reached
-            directly once nobody listens there.
+        relay: host and port of the node's relay; None: connect directly. A relay that ends, cannot be reached, or is
+            silent for `relay_seconds` is left for good: from then on the worker has a connection of its own.
+        relay_seconds: time limit for a sign of life of the relay.
 
     Raises:
         OSError: the coordinator cannot be reached.
@@ -58,22 +74,26 @@ class Client:
 
     def __init__(self, address: tuple[str, int], hello: Hello, on_message: Callable[[CoordinatorMessage], None],
                  on_closed: Callable[[], None], *, reconnect_seconds: float = RECONNECT_SECONDS,
-                 relay: tuple[str, int] | None = None) -> None:
+                 relay: tuple[str, int] | None = None, relay_seconds: float = 3.0 * RELAY_SHARE) -> None:
         self._address = address
         self._relay = relay
-        self._hello = hello
+        self._relay_seconds = relay_seconds
+        self._hello = replace(hello, key=secrets.token_hex(16))
         self._reconnect_seconds = reconnect_seconds
         self._on_message = on_message
         self._on_closed = on_closed
         self._lock = threading.Lock()
         self._log: DeliveryLog[WorkerMessage] = DeliveryLog()
         self._session = ""
+        self._connections = 0
+        self._former: socket.socket | None = None  # through the relay, until the coordinator uses another
         self._closing = False
         self._dismissed = False  # the coordinator ended the session
         self._connected = threading.Event()
-        self._socket: socket.socket | None = self._connect(CONNECT_SECONDS)
-        self._connected.set()
-        self._socket.sendall(encode(FromWorker(hello)))
+        self._socket: socket.socket | None = None
+        connection = self._connect(CONNECT_SECONDS)
+        connection.sendall(encode(FromWorker(self._greeting())))
+        self._use(connection)
         threading.Thread(target=self._run, name="coordinator connection", daemon=True).start()
 
     @property
@@ -101,32 +121,56 @@ class Client:
         """Close the connection without calling `on_closed`."""
         self._closing = True
         close(self._socket)
+        close(self._former)
 
     def _run(self) -> None:
         while self._socket is not None and not self._closing:
-            self._read(self._socket)
+            relayed = self._relay is not None
+            silent = self._read(self._socket, relayed)
             self._connected.clear()
             with self._lock:
-                close(self._socket)
+                former = self._socket
                 self._socket = None
-            if not self._closing and self._session:  # a worker that was never accepted does not come back
+            if silent:  # a relay that is only slow would report a closed connection as the end of this process
+                self._former = former
+            else:
+                close(former)
+            if relayed and not self._closing and (silent or not self._session):
+                self._leave_relay(f"it was silent for {self._relay_seconds:g} s" if silent else "it ended")
+            if not self._closing and (self._session or relayed):  # else it was never accepted and does not come back
                 self._reconnect()
         close(self._socket)
         if not self._closing:
             self._on_closed()
 
-    def _read(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection.makefile("rb") as lines:
-            for line in lines:
+    def _read(self, connection: socket.socket, relayed: bool) -> bool:
+        """Act on what arrives until the connection ends; return whether a relay is silent instead."""
+        try:
+            for line in lines_of(connection, self._relay_seconds if relayed else None):
                 try:
                     self._receive(line)
                 except Exception:  # keep reading: a worker that does not read cannot be stopped
                     logger.exception("a message of the coordinator was ignored")
+        except SilentError:
+            return True
+        except OSError:
+            pass  # the connection broke
+        return False
+
+    def _leave_relay(self, why: str) -> None:
+        """Use a connection of its own from now on."""
+        logger.warning("leaves the relay at %s and connects to the coordinator directly: %s", self._relay, why)
+        self._relay = None
+        self.send(WorkerEvent("relay_left", {"worker": self._hello.name, "node": self._hello.node, "reason": why},
+                              time.time()))
 
     def _receive(self, line: bytes) -> None:
         frame = decode_from_coordinator(line)
         with self._lock:
             self._log.acknowledge(frame.received)
+        if self._former is not None:  # the coordinator has taken up this connection
+            close(self._former)
+            self._former = None
         match frame.body:
             case Welcome(session):
                 self._session = session
@@ -153,41 +197,86 @@ class Client:
                 pause = min(2 * pause, RETRY_SECONDS / 2)
                 continue
             # a process that accepts the connection may be stopped: wait for it, and do not connect twice
-            if self._resume(connection, max(left, 0.1)):
+            relayed = self._relay is not None
+            if self._resume(connection, relayed, max(left, 0.1)):
                 return
             close(connection)
-            if left < 0 or self._dismissed:
+            if left < 0 or self._dismissed or not (self._session or relayed):
                 return
 
-    def _resume(self, connection: socket.socket, seconds: float) -> bool:
-        """Continue the session on a new connection; return whether that succeeded."""
+    def _resume(self, connection: socket.socket, relayed: bool, seconds: float) -> bool:
+        """Continue the session on a new connection, or begin it; return whether that succeeded.
+
+        Args:
+            connection: the new connection.
+            relayed: whether it is one to the relay.
+            seconds: time limit.
+        """
+        until = time.monotonic() + seconds
+        returns = bool(self._session)
         try:
-            connection.settimeout(seconds)
-            connection.sendall(encode(FromWorker(Return(self._hello.name, self._hello.token, self._session))))
-            answer = decode_from_coordinator(read_line(connection))
+            connection.settimeout(min(seconds, self._relay_seconds) if relayed else seconds)
+            connection.sendall(encode(FromWorker(self._greeting())))
+            answer = self._answer(connection, until)
             if not isinstance(answer.body, Welcome):
                 self._dismissed = True
                 return False
-            connection.settimeout(None)
+            if returns:
+                connection.sendall(encode(FromWorker(Here(), received=self._log.received)))
+            self._session = answer.body.session
             with self._lock:
                 self._log.acknowledge(answer.received)
-                connection.sendall(encode(FromWorker(Here(), received=self._log.received)))
-                for number, message in self._log.pending:
-                    connection.sendall(encode(FromWorker(message, number)))
-                self._socket = connection
-        except (OSError, ValueError):
+            self._use(connection)
+        except TimeoutError:
+            if relayed:
+                self._leave_relay(f"it was silent for {self._relay_seconds:g} s")
             return False
-        self._connected.set()
+        except (OSError, ValueError):
+            if relayed and not returns:
+                self._leave_relay("it closed the connection")
+            return False
         return True
 
+    def _greeting(self) -> Hello | Return:
+        """Return the first message on the next connection."""
+        self._connections += 1
+        if not self._session:
+            return replace(self._hello, connection=self._connections)
+        return Return(self._hello.name, self._hello.token, self._session, self._connections)
+
+    def _answer(self, connection: socket.socket, until: float) -> FromCoordinator:
+        """Return the first frame of the coordinator behind the relay's signs of life.
+
+        Raises:
+            OSError: there is none until this monotonic time, or the connection ends.
+        """
+        while True:
+            frame = decode_from_coordinator(read_line(connection))
+            if not isinstance(frame.body, Received):
+                return frame
+            if time.monotonic() > until:
+                raise ConnectionError("the relay cannot reach the coordinator")
+
+    def _use(self, connection: socket.socket) -> None:
+        """Send what the coordinator has not received, and everything from now on."""
+        connection.settimeout(None)
+        with self._lock:
+            for number, message in self._log.pending:
+                connection.sendall(encode(FromWorker(message, number)))
+            self._socket = connection
+        self._connected.set()
+
     def _connect(self, seconds: float) -> socket.socket:
-        try:
-            connection = socket.create_connection(self._relay or self._address, timeout=seconds)
-        except ConnectionRefusedError:
-            if self._relay is None:
-                raise
-            self._relay = None  # it has ended; the session continues without it
-            connection = socket.create_connection(self._address, timeout=seconds)
+        if self._relay is not None:
+            try:
+                return self._connect_to(self._relay, min(seconds, self._relay_seconds))
+            except OSError as error:
+                self._leave_relay(f"it cannot be reached: {error}")
+        return self._connect_to(self._address, seconds)
+
+    @staticmethod
+    def _connect_to(address: tuple[str, int], seconds: float) -> socket.socket:
+        connection = socket.create_connection(address, timeout=seconds)
         connection.settimeout(None)
         tune(connection)
         return connection

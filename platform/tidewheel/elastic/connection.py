@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -22,6 +24,7 @@ RECONNECT_SECONDS = 30.0
 it."""
 RESET_SECONDS = 1.0
 """The coordinator waits this long for a worker after a reset. A process that dies closes its connections instead."""
+RECEIVE_BYTES = 1 << 16
 ACKNOWLEDGED = 64
 """Messages of a worker between two acknowledgements by the coordinator."""
 
@@ -110,6 +113,34 @@ async def first_line(reader: asyncio.StreamReader) -> bytes:
     except TimeoutError:  # this process may have stood still: then the line is there, or is being read
         async with asyncio.timeout(HELLO_SECONDS / 10):
             return await next_line(reader, HELLO_BYTES)
+
+
+class SilentError(Exception):
+    """Nothing arrives on a connection."""
+
+
+def lines_of(connection: socket.socket, seconds: float | None) -> Iterator[bytes]:
+    """Yield the lines that arrive on a blocking connection until it ends.
+
+    Args:
+        connection: the connection.
+        seconds: longest silence; None: any.
+
+    Raises:
+        SilentError: nothing arrives for so long.
+        OSError: the connection broke.
+    """
+    arrives = select.poll()
+    arrives.register(connection, select.POLLIN)
+    rest = b""
+    while True:
+        if not arrives.poll(None if seconds is None else 1000 * seconds):
+            raise SilentError
+        data = connection.recv(RECEIVE_BYTES)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
 
 
 def read_line(connection: socket.socket) -> bytes:

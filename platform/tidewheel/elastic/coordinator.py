@@ -12,25 +12,23 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tidewheel import storage
-from tidewheel.cluster.node_history import NodeFailure, NodeHistory
-from tidewheel.cluster.node_history import read as read_failures
+from tidewheel.cluster.node_history import NodeHistory
 from tidewheel.commit_log import first_generation
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.agents import Agents
 from tidewheel.elastic.blame import Blame
 from tidewheel.elastic.connection import Endpoint
-from tidewheel.elastic.generation import Limits, Phase
-from tidewheel.elastic.layout import slots
+from tidewheel.elastic.generation import Generation, Phase, limits_of
 from tidewheel.elastic.link_checks import LinkChecks
+from tidewheel.elastic.lobby import Lobby
 from tidewheel.elastic.membership import Membership
 from tidewheel.elastic.messages import (
-    BEAT_SECONDS,
     Beat,
     CoordinatorMessage,
     Hello,
@@ -43,19 +41,20 @@ from tidewheel.elastic.messages import (
     WorkerEvent,
     WorkerMessage,
 )
-from tidewheel.elastic.node_health import NodeHealth
-from tidewheel.elastic.nodes import Node
+from tidewheel.elastic.node_health import NodeHealth, clock_problem, past_failures
+from tidewheel.elastic.node_watch import NodeChanges, NodeWatch
+from tidewheel.elastic.outgoing import ANY_RANK
 from tidewheel.elastic.placement_orders import PlacementOrders
-from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
+from tidewheel.elastic.policy import Backoff, Recovery, budget_of, resizer_of
 from tidewheel.elastic.process_log import LogTarget, ProcessLog
-from tidewheel.elastic.run_events import NAMES_NODES, Pace, RunEvents, Snapshot, nodes_of
+from tidewheel.elastic.run_events import Pace, RunEvents, Snapshot, completed
 from tidewheel.elastic.server import Server
-from tidewheel.elastic.slow import judge
+from tidewheel.elastic.silence import beat_seconds
+from tidewheel.elastic.slow import judged
 from tidewheel.elastic.start_times import CONTROLLER, COORDINATOR, FORMED, RESTORED, STEPPED, WORKERS, StartTimes
 from tidewheel.elastic.supervision import Supervisor
-from tidewheel.errors import ClusterError, OwnershipError, StorageError
+from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.ownership import Renewal
-from tidewheel.placement import failure_domain
 from tidewheel.train.config import ElasticConfig
 from tidewheel.train.history import HistoryWriter, RunHistory, read_history
 from tidewheel.train.logs.line import HERE
@@ -64,12 +63,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
-BEATS_A_SECOND = 8192
-"""Heartbeats of all workers together, at most. One costs this process about 25 us."""
-LEAST_BEATS = 3
-"""Heartbeats of a worker within `ElasticConfig.heartbeat_seconds`, at least."""
-AGENT_SECONDS = 10.0
-"""A worker waits this long for the memory agent of its node, then trains without one."""
 
 
 class Coordinator:
@@ -113,24 +106,14 @@ class Coordinator:
         self._known = set[str]()
         self._cut = set[str]()
         self._losses = set[str]()
-        self._hosts: dict[str, str] = {}  # by node, also of nodes that are gone
-        self._slots: dict[str, int] = {}  # room for workers on the nodes that are there
+        self._nodes = NodeWatch(elastic, self.event)
         self._node_history = NodeHistory(storage.store(node_history), run_uri) if node_history else None
         self.event("driver_start", {"first_generation": first, "epoch": epoch})
         self._reach(COORDINATOR, time.time())
-        self._health = NodeHealth(elastic.node_checks, self, self._past_failures(node_history),
-                                  history=self._node_history, hosts=self._hosts)
+        self._health = NodeHealth(elastic.node_checks, self, past_failures(node_history, elastic.node_checks),
+                                  history=self._node_history, hosts=self._nodes.hosts)
         self._membership = Membership(
-            sizes,
-            Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
-                    interval_seconds=elastic.resize_interval_seconds, answer_seconds=elastic.hold_seconds),
-            FailureBudget(max_failures=elastic.max_failures,
-                          max_without_progress=elastic.max_failures_without_progress,
-                          first=Recovery(elastic.recovery),
-                          backoff=Backoff(elastic.backoff_seconds, elastic.max_backoff_seconds)),
-            self,
-            limits=Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
-                          gather=elastic.start_timeout_seconds),
+            sizes, resizer_of(elastic, sizes), budget_of(elastic), self, limits=limits_of(elastic),
             blame=Blame(Backoff(elastic.readmit_after_seconds, elastic.readmit_at_most_seconds)),
             health=self._health, first_generation=first, furthest_step=self._past.step, tensor=tensor, group=group)
         self._server: Server | None = None
@@ -142,8 +125,7 @@ class Coordinator:
         self._links = LinkChecks(elastic.node_checks.slow_link_factor, self._agents.agents, self.event) \
             if self._agents is not None and elastic.node_checks.slow_link_factor else None
         self._placements = PlacementOrders()
-        self._past_of_generation = self._past
-        self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when
+        self._lobby = Lobby(self._hello, self._is_ready)
         self._up = threading.Event()
         self._problem = ""
         self._ended = threading.Event()
@@ -259,11 +241,11 @@ class Coordinator:
     def avoided(self) -> set[str]:
         """Return the nodes on which no worker may be started: too slow, blamed for failures, or failing often."""
         def out() -> set[str]:
-            often = self._health.avoid(self._slots, self._membership.sizes)
+            often = self._health.avoid(self._nodes.slots, self._membership.sizes)
             return self._membership.nodes_out(time.monotonic()) | often
 
         if not self._up.is_set():  # no worker is known yet, so only the nodes' history counts
-            return self._health.avoid(self._slots, self._membership.sizes)
+            return self._health.avoid(self._nodes.slots, self._membership.sizes)
         return self._decide(out)
 
     def nodes_out(self) -> set[str]:
@@ -307,7 +289,7 @@ class Coordinator:
             if not retryable or self.lost() is not None:
                 recovery = Recovery.NONE
             elif not recorded:
-                recovery = self._membership.charge(counted=not lost)
+                recovery = self._membership.failures.charge(counted=not lost)
             if recovery is Recovery.IN_PLACE:
                 recovery = Recovery.KEPT
             if not recorded:
@@ -352,12 +334,12 @@ class Coordinator:
     # -- the membership's outbox -------------------------------------------------------------------
     def send(self, worker: str, message: CoordinatorMessage) -> None:
         """Send a message to a worker."""
-        if isinstance(message, Join):
-            message = Join(message.generation, message.rank, message.world_size, self._rendezvous,
-                           self._placements.of(worker), self._past_of_generation,
-                           self._beat_seconds(message.world_size))
+        self.send_all((worker,), message)
+
+    def send_all(self, workers: Collection[str], message: CoordinatorMessage) -> None:
+        """Send a message to several workers."""
         if self._server is not None:
-            self._server.send(worker, message)
+            self._server.send_all(workers, message)
 
     def fence(self, worker: str) -> None:
         """Cut off a worker."""
@@ -366,10 +348,9 @@ class Coordinator:
         self._note_loss(worker)
         workers = self._membership.workers
         fenced = workers.get(worker)
-        if self._agents is not None and fenced is not None:
-            neighbours = [other for other in workers.values() if other is not fenced and other.node == fenced.node]
-            if not neighbours:  # the whole node may be stopped: look for its agent again before using it
-                self._agents.lost(fenced.node, for_good=False)
+        others = (other for other in workers.values() if other is not fenced)
+        if self._agents is not None and fenced is not None and all(other.node != fenced.node for other in others):
+            self._agents.lost(fenced.node, for_good=False)  # its node may be stopped: look for its agent again
         if self._server is not None:
             self._server.cut(worker)
 
@@ -386,25 +367,28 @@ class Coordinator:
             at: monotonic seconds; None: now.
         """
         unix = time.time() if at is None else time.time() - (time.monotonic() - at)
-        if kind == "worker_left_out":
-            detail = {**detail, "until": unix + detail["seconds"]}
-        if kind in NAMES_NODES:
-            detail = {**detail, "hosts": [self._hosts.get(node, "") for node in nodes_of(detail)]}
+        detail = completed(kind, detail, unix, self._nodes.hosts)
         logger.info("event %s %s", kind, json.dumps(detail, default=str))
         self._record(kind, detail, unix)
         if kind == "failure":
             self._failed = int(detail["generation"])
 
-    def formed(self, generation: int, size: int) -> None:
-        """Note that a generation begins."""
+    def form(self, generation: Generation) -> None:
+        """Tell the members of a new generation to join it."""
         state = "starting" if self._snapshot.generation < 0 else "restarting"
+        number, size = generation.number, len(generation.members)
         self._pace = Pace()
-        self._placements.begin(self._placement(), self._membership.workers)
-        HERE.begin(generation, 0)
-        logger.info("generation %d begins with %d workers", generation, size)
+        self._placements.begin(self._placement(generation), self._membership.workers)
+        HERE.begin(number, 0)
+        logger.info("generation %d begins with %d workers", number, size)
         self._reach(FORMED, time.time())
-        self._show(generation=generation, size=size, state=state)
-        self._past_of_generation = self.past()
+        self._show(generation=number, size=size, state=state)
+        if self._server is None:
+            return
+        order = Join(number, ANY_RANK, size, self._rendezvous, None, self.past(),
+                     beat_seconds(size, self._elastic.heartbeat_seconds))
+        for placement, ranks in self._placements.of(generation.ranks):
+            self._server.join(ranks, replace(order, memory=placement))
 
     def _record(self, kind: str, detail: dict[str, Any], unix: float) -> None:
         self._events.record(kind, detail, unix)
@@ -417,57 +401,34 @@ class Coordinator:
         logger.info("worker %s on node %s is connected", hello.name, hello.node)
         self._known.add(hello.name)
         self._placements.forget(hello.name)
-        if self._agents is None or self._is_ready(hello.node):
-            self._hello(hello)
-        else:
+        if self._agents is not None and not self._is_ready(hello.node):
             self._agents.want([hello.node])
-            self._waiting[hello.name] = (hello, time.monotonic())
+        self._lobby.enter(hello)
 
     def _is_ready(self, node: str) -> bool:
-        """Return whether the agent of a node is known and has tested its links."""
-        assert self._agents is not None
+        """Return whether the agent of a node is known and has tested its links, or none is needed."""
+        if self._agents is None:
+            return True
         return self._agents.has(node) and (self._links is None or self._links.tested(node))
 
     def _hello(self, hello: Hello) -> None:
         problem = hello.problem or (self._links.problem(hello.node) if self._links is not None else "")
+        ask = bool(clock_problem(hello.clock, time.time(), self._elastic.node_checks))
         self._membership.hello(hello.name, hello.node, time.monotonic(), spot=hello.spot, device=hello.device,
-                               problem=problem, ask=bool(self._clock_problem(hello.clock, time.time())))
-
-    def _clock_problem(self, clock: float, since: float) -> str:
-        """Return what is wrong with a worker's clock, or "".
-
-        Args:
-            clock: its Unix time; 0: not told.
-            since: Unix time since which it may have read its clock.
-        """
-        limit = self._elastic.node_checks.clock_seconds
-        if not limit or not clock or since - limit <= clock <= time.time() + limit:
-            return ""
-        off = clock - time.time()
-        return f"its clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the driver's"
-
-    def _past_failures(self, folder: str) -> list[NodeFailure]:
-        """Return the failures of nodes in earlier runs; [] without a folder, or if storage does not tell."""
-        if not folder:
-            return []
-        try:
-            return read_failures(storage.store(folder), time.time() - self._elastic.node_checks.within_seconds)
-        except (StorageError, OSError) as error:  # it only helps
-            logger.warning("the history of the nodes cannot be read: %s", error)
-            return []
+                               problem=problem, ask=ask)
 
     def received(self, name: str, message: WorkerMessage) -> None:
         """Act on a message of a worker."""
         now = time.monotonic()
         membership = self._membership
         match message:
-            case Beat():
-                membership.beat(name, message.generation, message.step, now, work=message.work, aborts=message.aborts)
             case StepDone():
                 self._step(message)
                 membership.beat(name, message.generation, message.step, now)
             case WorkerEvent():
-                detail = self._judged(message.detail) if message.kind == "slow_worker" else message.detail
+                detail = message.detail
+                if message.kind == "slow_worker":
+                    detail = judged(detail, self._elastic.slow_worker, membership)
                 self._record(message.kind, detail, message.time)
                 if message.kind in ("start", "resume"):
                     self._reach(RESTORED, message.time)
@@ -475,28 +436,21 @@ class Coordinator:
                     self._agent_lost(name)
             case Leaving():
                 membership.leaving(name)
-            case Left():
-                membership.left(name, message, now)
             case Probed(problem, clock):
                 worker = membership.workers.get(name)
                 asked = now - (worker.probed_at if worker and worker.probed_at is not None else now)
-                problem = problem or self._clock_problem(clock, time.time() - asked)
+                problem = problem or clock_problem(clock, time.time() - asked, self._elastic.node_checks)
                 membership.probed(name, problem, now)
 
-    def _judged(self, detail: dict[str, Any]) -> dict[str, Any]:
-        """Decide about a slow worker; return its event with node, ratio, reason and action."""
-        slow = self._membership.worker_at(int(detail["slow_rank"]))
-        generation = self._membership.generation
-        if slow is None or generation is None:
-            return detail
-        worker, num_others = slow
-        ratio = 1 + float(detail["over"])
-        verdict = judge(self._elastic.slow_worker, ratio, size=len(generation.members), others=num_others,
-                        sizes=self._membership.sizes)
-        if verdict.leave:
-            self._membership.avoid(worker.node)
-        return {**detail, "node": worker.node, "ratio": round(ratio, 3), "reason": verdict.reason,
-                "action": "replace" if verdict.leave else "report"}
+    def left(self, names: Sequence[str], report: Left) -> None:
+        """Act on equal reports of workers that have left their generation."""
+        self._membership.left(names, report, time.monotonic())
+
+    def beats(self, beats: Iterable[tuple[str, Beat]]) -> None:
+        """Act on heartbeats of workers."""
+        now = time.monotonic()
+        for name, beat in beats:
+            self._membership.beat(name, beat.generation, beat.step, now, work=beat.work, aborts=beat.aborts)
 
     def returned(self, name: str, seconds: float) -> None:
         """Record that a worker has reconnected."""
@@ -509,7 +463,7 @@ class Coordinator:
     def closed(self, name: str) -> None:
         """Treat a worker whose session is over as lost."""
         logger.info("the connection of worker %s is closed", name)
-        self._waiting.pop(name, None)
+        self._lobby.leave(name)
         self._note_loss(name)
         self._membership.lost(name, "its process has ended, or is cut off", time.monotonic())
 
@@ -521,22 +475,14 @@ class Coordinator:
     def tick(self) -> None:
         """Act on the time."""
         now = time.monotonic()
-        for name, (hello, since) in list(self._waiting.items()):
-            if self._is_ready(hello.node) or now - since > AGENT_SECONDS:
-                del self._waiting[name]
-                self._hello(hello)
+        self._lobby.look(now)
         self._membership.tick(now)
 
-    def _placement(self) -> MemoryPlacement | None:
-        """Return the memory agents of the present generation."""
-        generation = self._membership.generation
-        if self._agents is None or generation is None:
+    def _placement(self, generation: Generation) -> MemoryPlacement | None:
+        """Return the memory agents of a generation."""
+        if self._agents is None:
             return None
-        return self._agents.placement([self._membership.workers[name].node for name in generation.members])
-
-    def _beat_seconds(self, world_size: int) -> float:
-        """Return the time between two heartbeats: longer with many workers, but within the limit of silence."""
-        return min(max(BEAT_SECONDS, world_size / BEATS_A_SECOND), self._elastic.heartbeat_seconds / LEAST_BEATS)
+        return self._agents.placement([generation.nodes[name] for name in generation.members])
 
     def _agent_lost(self, name: str) -> None:
         """Replace the agent on a worker's node for the next generation."""
@@ -573,48 +519,26 @@ class Coordinator:
         self._up.set()
 
     def _watch(self) -> None:
-        from tidewheel.elastic import nodes
-
-        known: dict[str, Node] | None = None
-
-        def look() -> None:
-            nonlocal known
-            now = {node.node_id: node for node in nodes.alive(self._elastic.placement.selector)}
-            self._hosts.update({node_id: node.host for node_id, node in now.items()})
-            self._slots = {node_id: slots([node.resources], self._elastic.needs) for node_id, node in now.items()
-                           if not node.draining}
-            if self._agents is not None:
-                domains = {node_id: failure_domain(node.labels) for node_id, node in now.items()}
-                self._agents.located({node_id: domain for node_id, domain in domains.items() if domain})
-            self._compare(known if known is not None else now, now)
-            known = now
-
         while not self._ended.wait(WATCH_SECONDS):
-            self._supervisor.call("node watch", look)  # Ray's control store may be unavailable for a moment
+            self._supervisor.call("node watch", self._look)  # Ray's control store may be unavailable for a moment
             self._supervisor.call("log", self._events.flush_due)  # nothing else writes the last event of a burst
 
-    def _compare(self, known: dict[str, Node], now: dict[str, Node]) -> None:
-        for node_id in known.keys() - now.keys():
-            self.event("node_lost", {"node": node_id, "host": known[node_id].host})
-        for node_id in now.keys() - known.keys():
-            self.event("node_joined", {"node": node_id, "host": now[node_id].host,
-                                       "cpus": now[node_id].resources.get("CPU", 0.0)})
-        for node_id in now.keys() & known.keys():
-            if now[node_id].draining and not known[node_id].draining:
-                self.event("node_draining", {"node": node_id, "host": now[node_id].host})
-        if self._up.is_set():
-            self._decide(lambda: self._note_nodes(known, now))
-
-    def _note_nodes(self, known: dict[str, Node], now: dict[str, Node]) -> None:
-        self._membership.drain(node_id for node_id, node in now.items() if node.draining)
-        lost = known.keys() - now.keys()
+    def _look(self) -> None:
+        changes = self._nodes.look()
         if self._agents is not None:
-            for node in lost:
+            self._agents.located(changes.domains)
+        if self._up.is_set():
+            self._decide(lambda: self._note_nodes(changes))
+
+    def _note_nodes(self, changes: NodeChanges) -> None:
+        self._membership.drain(changes.draining)
+        if self._agents is not None:
+            for node in changes.lost:
                 self._agents.lost(node, for_good=True)
         for worker in list(self._membership.workers.values()):
-            if worker.node in lost:
+            if worker.node in changes.lost:
                 self.fence(worker.name)
-                self._membership.lost(worker.name, f"node {known[worker.node].host} is gone", time.monotonic())
+                self._membership.lost(worker.name, f"node {changes.lost[worker.node]} is gone", time.monotonic())
 
 
 def actor_name(run_uri: str) -> str:

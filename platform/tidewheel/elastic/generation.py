@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 from tidewheel.elastic.blame import Fault
 from tidewheel.elastic.messages import CoordinatorMessage, ExitReason
+from tidewheel.train.config import ElasticConfig
 
 LEAVE_TIMES = 6
 """A member that knows of the abort, sends beats and uses its CPU has this many times `Limits.leave`: leaving takes long
@@ -35,6 +37,9 @@ class Outbox(Protocol):
     def send(self, worker: str, message: CoordinatorMessage) -> None:
         """Send a message to a worker."""
 
+    def send_all(self, workers: Collection[str], message: CoordinatorMessage) -> None:
+        """Send a message to several workers."""
+
     def fence(self, worker: str) -> None:
         """Cut off a worker: its process ends itself once it notices, and Ray kills it otherwise."""
 
@@ -50,8 +55,8 @@ class Outbox(Protocol):
             at: monotonic seconds; default: now.
         """
 
-    def formed(self, generation: int, size: int) -> None:
-        """Note that a generation of `size` workers begins."""
+    def form(self, generation: Generation) -> None:
+        """Tell the members of a new generation to join it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,12 @@ class Limits:
     """The first generation of a group of workers waits this long for workers that are still starting."""
     gather: float = 120.0
     """With too few workers for this long, Ray Train restarts its group of workers."""
+
+
+def limits_of(elastic: ElasticConfig) -> Limits:
+    """Return the time limits of a run with these settings."""
+    return Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
+                  gather=elastic.start_timeout_seconds)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tidewheel.elastic.client import Client
+from tidewheel.elastic.client import RELAY_SHARE, Client
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.faults import Report
 from tidewheel.elastic.messages import (
@@ -66,10 +66,11 @@ class Member:
         device: GPUs of this process, as the node numbers them; "" on CPU.
         problem: what its test before the start found; "" if it passed.
         relay: host and port of the node's relay; None: connect directly.
+        heartbeat_seconds: limit of silence after which the coordinator cuts off a worker.
     """
 
     def __init__(self, endpoint: Endpoint, name: str, node: str, *, spot: bool = False, device: str = "",
-                 problem: str = "", relay: tuple[str, int] | None = None) -> None:
+                 problem: str = "", relay: tuple[str, int] | None = None, heartbeat_seconds: float = 3.0) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         """Messages that the training thread waits for."""
         self.stop = False
@@ -90,7 +91,8 @@ class Member:
         self._closed = threading.Event()
         logger.info("connects to the coordinator %s", f"through the relay at {relay}" if relay else "directly")
         hello = Hello(name, node, endpoint.token, spot=spot, device=device, problem=problem, clock=time.time())
-        self._client = Client(endpoint.address, hello, self._receive, end_process, relay=relay)
+        self._client = Client(endpoint.address, hello, self._receive, end_process, relay=relay,
+                              relay_seconds=heartbeat_seconds * RELAY_SHARE)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def begin(self, generation: int, group: GenerationGroup) -> None:

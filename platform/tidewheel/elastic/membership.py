@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from tidewheel.elastic.admission import TEXT_CHARACTERS, Admission
-from tidewheel.elastic.blame import Blame, Fault, Judgement, Level
-from tidewheel.elastic.connection import RECONNECT_SECONDS
-from tidewheel.elastic.generation import LEAVE_TIMES, Generation, Limits, Outbox, Phase, Worker
+from tidewheel.elastic.admission import Admission
+from tidewheel.elastic.blame import Blame
+from tidewheel.elastic.failures import Failures
+from tidewheel.elastic.generation import Generation, Limits, Outbox, Phase, Worker
 from tidewheel.elastic.layout import largest_fit
-from tidewheel.elastic.messages import Abort, CoordinatorMessage, ExitReason, GoOn, Join, Left, Over, Raise, Stop
+from tidewheel.elastic.messages import Abort, ExitReason, Left, Over, Raise
 from tidewheel.elastic.node_health import NodeHealth
-from tidewheel.elastic.policy import Backoff, FailureBudget, Move, Recovery, Resizer, View
-from tidewheel.elastic.rank_order import choose, split_groups
-from tidewheel.elastic.silence import Silence
+from tidewheel.elastic.planned_changes import PlannedChanges
+from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
+from tidewheel.elastic.rank_order import choose, described, split_groups
+from tidewheel.elastic.silence import Silence, find_deaf, find_late
 from tidewheel.train.node_checks_config import NodeChecksConfig
 
 
@@ -44,19 +45,18 @@ class Membership:
         self.phase = Phase.GATHERING
         self.generation: Generation | None = None
         self.workers: dict[str, Worker] = {}
-        self.recovery = Recovery.IN_PLACE
-        """How the run recovers from the last failure."""
         self.remaining_seconds = float("inf")
         """Time until the run is over, at the current speed."""
         self.avoided: set[str] = set()
         """Nodes that are too slow. The run uses them again when too few others are left."""
         self._resizer = resizer
-        self._budget = budget
         self._outbox = outbox
         self._limits = limits
         self._admission = Admission(self.sizes, blame or Blame(Backoff(60.0, 3600.0)), outbox, self.workers,
                                     limits.start)
         self._health = health or NodeHealth(NodeChecksConfig(), outbox)
+        self.failures = Failures(budget, resizer, self._admission, self._health, outbox, self.workers, furthest_step,
+                                 self.sizes)
         self._largest_formed = 0
         self._awaited = ""  # a worker that had not connected when last looked for
         self._silence = Silence(self.workers, limits.heartbeat)
@@ -64,8 +64,7 @@ class Membership:
         self.largest = max(self.sizes)
         """Most workers that a generation can have."""
         self._next = first_generation
-        self._furthest = furthest_step
-        self._is_last = False  # the run ends with this generation, as requested
+        self._planned = PlannedChanges(resizer, outbox, self.workers)
         self._saved = 0
         self._not_before = float("-inf")  # form no generation earlier: failures follow each other too fast
         self._gathering_since: float | None = None
@@ -76,7 +75,12 @@ class Membership:
     @property
     def furthest_step(self) -> int:
         """The furthest step that the run has ever done."""
-        return self._furthest
+        return self.failures.furthest
+
+    @property
+    def recovery(self) -> Recovery:
+        """How the run recovers from the last failure."""
+        return self.failures.recovery
 
     # -- events ------------------------------------------------------------------------------------
     def expect(self, names: Collection[str], now: float, *, anew: bool = False) -> None:
@@ -204,38 +208,30 @@ class Membership:
         generation.loss_came_first = generation.loss_came_first or not generation.faults
         self._begin_end(now)
 
-    def left(self, name: str, message: Left, now: float) -> None:
-        """Note that a member has left its generation.
+    def left(self, names: Iterable[str], report: Left, now: float) -> None:
+        """Note that members have left their generation.
 
         Args:
-            name: the member.
-            message: its report.
+            names: the members, thousands if a whole cluster was told to leave.
+            report: their report; members with equal ones may be noted at the same time.
             now: the time.
         """
-        worker = self.workers.get(name)
         generation = self.generation
-        if worker is None or generation is None or generation.number != message.generation:
+        if generation is None or generation.number != report.generation:
             return
-        if name not in generation.ranks:
+        left = [worker for name in names if name in generation.ranks and (worker := self.workers.get(name))]
+        for worker in left:
+            generation.remaining.pop(worker.name, None)
+            worker.left = report.reason
+            worker.text = report.text
+            worker.beat = now
+        if not left:
             return
-        generation.remaining.pop(name, None)
-        if message.reason in (ExitReason.FAILED, ExitReason.FATAL):
-            generation.failed.append(name)
-        fatal = message.reason is ExitReason.FATAL
-        worker.left = message.reason
-        worker.text = message.text
-        worker.beat = now
-        if message.error_kind or fatal:
-            kind = message.error_kind or message.text.partition(":")[0]
-            self._note(generation, worker, kind, message.text, fatal=fatal)
-        for rank in message.accused:
-            accused = self.workers.get(generation.members[rank]) if 0 <= rank < len(generation.members) else None
-            if accused is not None:
-                self._note(generation, accused, message.text.partition(":")[0], message.text, fatal=False)
-        if message.saved_step is not None:
-            self._saved = message.saved_step
-            generation.step = message.saved_step
-        if message.reason is not ExitReason.FINISHED:
+        self.failures.note(generation, left, report)
+        if report.saved_step is not None:
+            self._saved = report.saved_step
+            generation.step = report.saved_step
+        if report.reason is not ExitReason.FINISHED:
             self._begin_end(now)
         self._settle(now)
 
@@ -271,12 +267,7 @@ class Membership:
         is_member = self.generation is not None and name in self.generation.ranks
         if worker is None or is_member or self.phase not in (Phase.GATHERING, Phase.RUNNING, Phase.ENDING):
             return False
-        fault = Fault(name, worker.node, worker.device, kind, text, fatal, self._furthest)
-        judgement = self._admission.blame.judge([fault], self._admission.spares(lambda other: not other.leaving), now)
-        if judgement.out is None or judgement.final:
-            return False
-        self._admission.leave_out(judgement.cause, judgement.out)
-        return True
+        return self.failures.can_leave_out(worker, kind, text, now, fatal=fatal)
 
     def nodes_out(self, now: float) -> set[str]:
         """Return the nodes on which no worker may be started now: too slow, or blamed for failures."""
@@ -288,13 +279,13 @@ class Membership:
             return True, self._saved
         generation = self.generation
         trains = generation is not None and generation.step > 0 and self.phase in (Phase.RUNNING, Phase.ENDING)
-        self._is_last = self._is_last or trains
-        return self._is_last, None
+        self._planned.is_last = self._planned.is_last or trains
+        return self._planned.is_last, None
 
     def give_up(self, why: str) -> None:
         """End all training here: another driver owns the run."""
         self.phase = Phase.FAILED
-        self.recovery = Recovery.NONE
+        self.failures.recovery = Recovery.NONE
         if self.generation is not None:
             self._abort(self.generation)
         self._raise_all(why)
@@ -302,8 +293,7 @@ class Membership:
     def finish(self) -> None:
         """Let all workers return: rank 0 has written the run's result."""
         self.phase = Phase.OVER
-        for worker in self.workers.values():
-            self._outbox.send(worker.name, Over())
+        self._outbox.send_all(list(self.workers), Over())
 
     # -- time --------------------------------------------------------------------------------------
     def tick(self, now: float) -> None:
@@ -315,62 +305,25 @@ class Membership:
         if self.phase is Phase.RUNNING:
             self._cut_deaf(now)
         if self.phase is Phase.RUNNING:
-            self._consider(now)
+            self._planned.consider(self.generation, self._usable(), now, self.remaining_seconds)
         elif self.phase is Phase.ENDING:
             self._cut_late(now)
         elif self.phase is Phase.GATHERING:
             self._gather(now)
 
-    def _consider(self, now: float) -> None:
-        """Ask the members to leave if a change is due, or call that off."""
-        generation = self.generation
-        assert generation is not None
-        if self._is_last:
-            if generation.step and generation.planned != "end":
-                generation.planned = "end"
-                self._tell(generation, Stop(generation.number, save=True))
-            return
-        leaving = [name for name in generation.members if name in self.workers and self.workers[name].leaving]
-        decision = self._resizer.decide(View(
-            time=now, size=len(generation.members), slots=len(self._usable()), leaving=len(leaving),
-            stepped=generation.step > 0, asked=bool(generation.planned), remaining_seconds=self.remaining_seconds))
-        if decision.move is Move.ASK:
-            generation.planned = decision.reason
-            self._outbox.event("resize_asked", {"generation": generation.number, "to": decision.size,
-                                                "reason": decision.reason})
-            self._tell(generation, Stop(generation.number))
-        elif decision.move is Move.CALL_OFF:
-            generation.planned = ""
-            self._outbox.event("resize_called_off", {"generation": generation.number, "reason": decision.reason})
-            self._tell(generation, GoOn(generation.number))
-
     def _cut_deaf(self, now: float) -> None:
         """Cut off members that do not hear the coordinator while the others wait for them."""
-        generation = self.generation
-        assert generation is not None
-        limit = max(self._limits.leave, self._limits.heartbeat)  # heartbeats carry the acknowledgements
-        if now - max(generation.stepped_at, generation.began) < limit:
-            return
-        unheard = {name: self._outbox.unheard(name) for name in generation.remaining}
-        deaf = [name for name, seconds in unheard.items() if seconds >= limit]
-        if len(deaf) == len(unheard):  # more likely than not nobody hears the coordinator
-            deaf = [name for name in deaf if unheard[name] >= max(limit, RECONNECT_SECONDS)]
-        for name in deaf:
-            self._cut(name, f"has acknowledged no message for {unheard[name]:.1f} s", now)
+        assert self.generation is not None
+        for name, seconds in find_deaf(self.generation, self._outbox.unheard, self._limits, now).items():
+            self._cut(name, f"has acknowledged no message for {seconds:.1f} s", now)
 
     def _cut_late(self, now: float) -> None:
         """Cut off members that do not leave in time."""
         generation = self.generation
         assert generation is not None
         assert generation.ended_at is not None
-        leave = self._limits.leave
-        for name in list(generation.remaining):
-            worker = self.workers[name]
-            since = generation.ended_at
-            if worker.aborts >= generation.number:  # it knows, and leaving takes longer on a busy machine
-                since = min(max(since, worker.worked_at), since + (LEAVE_TIMES - 1) * leave)
-            if now - since >= leave:
-                self._cut(name, f"did not leave within {now - generation.ended_at:.1f} s", now)
+        for name in find_late(generation, self.workers, self._limits, now):
+            self._cut(name, f"did not leave within {now - generation.ended_at:.1f} s", now)
 
     # -- the end of a generation -------------------------------------------------------------------
     def _begin_end(self, now: float) -> None:
@@ -406,70 +359,17 @@ class Membership:
 
     def _recover(self, generation: Generation, now: float) -> None:
         """Respond to a generation that failed."""
-        judgement: Judgement | None = None
-        if generation.faults and not generation.loss_came_first:
-            spare = self._admission.spares(lambda worker: worker.available)
-            judgement = self._admission.blame.judge(generation.faults, spare, now)
-        if judgement is None:
-            self.charge(counted=not generation.lost, stepped=generation.step > 0)
-        elif judgement.final:
-            self._resizer.shrunk()
-            self.recovery = Recovery.NONE
-        else:
-            self.charge(counted=judgement.counted, in_place=judgement.out is not None)
-        cause = self._record_failure(generation, judgement)
-        if judgement is not None and judgement.out is not None and self.recovery is not Recovery.NONE:
-            self._health.failed(judgement.cause.node, judgement.cause.text)
-            self._admission.leave_out(judgement.cause, judgement.out)
+        self.phase = Phase.FAILED
+        verdict = self.failures.judge(generation, now)
         if self.recovery is Recovery.IN_PLACE:
-            self._not_before = generation.began + self._budget.pause  # a generation that lasted is no quick repetition
+            self._not_before = generation.began + verdict.pause  # a generation that lasted is no quick repetition
             self._regather(now)
         elif self.recovery is not Recovery.NONE:
             self._raise_all(f"in-place recovery has failed: {self.recovery}")
-        elif judgement is not None and self._can_raise(judgement.cause):
-            self._outbox.send(judgement.cause.worker, Raise())
+        elif verdict.raises:
+            self._outbox.send(verdict.raises, Raise())
         else:
-            self._raise_all(f"the run has failed: {cause}")
-
-    def charge(self, *, counted: bool = True, in_place: bool = False, stepped: bool = False) -> Recovery:
-        """Note one more failure; return how to recover from it.
-
-        Args:
-            counted: see `FailureBudget`.
-            stepped: the generation did a step.
-            in_place: a worker is left out, so recovery starts again with the first kind.
-        """
-        self._resizer.shrunk()
-        self.recovery = self._budget.charge(self._furthest, counted=counted, stepped=stepped)
-        if in_place and self.recovery is not Recovery.NONE:
-            self.recovery = self._budget.first
-        return self.recovery
-
-    def _record_failure(self, generation: Generation, judgement: Judgement | None) -> str:
-        """Record the failure of a generation; return its cause."""
-        self.phase = Phase.FAILED
-        if judgement is not None:
-            workers = [judgement.cause.worker]
-            cause = judgement.cause.text
-        else:
-            failed = [name for name in generation.failed if name in self.workers]
-            workers = list(generation.lost or failed)
-            texts = [*generation.lost.values(), *(self.workers[name].text for name in failed)]
-            cause = texts[0] if texts else ""
-            self._health.lost([generation.nodes.get(name, "") for name in generation.lost], generation.excused,
-                              generation.nodes.values(), cause)
-        ranks = [generation.ranks[name] for name in workers]
-        nodes = [generation.nodes.get(name, "") for name in workers]
-        self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "nodes": nodes,
-                                       "step": generation.step,
-                                       "error": cause[:TEXT_CHARACTERS], "recovery": str(self.recovery),
-                                       "restart": self.recovery is not Recovery.NONE}, generation.ended_at)
-        return cause
-
-    def _can_raise(self, cause: Fault) -> bool:
-        """Return whether the fault's worker still exists and raised the error itself."""
-        worker = self.workers.get(cause.worker)
-        return worker is not None and worker.text == cause.text
+            self._raise_all(f"the run has failed: {verdict.cause}")
 
     def _regather(self, now: float) -> None:
         self.phase = Phase.GATHERING
@@ -477,30 +377,12 @@ class Membership:
         self._end_generation()
         self._gather(now)
 
-    # -- blame -------------------------------------------------------------------------------------
-    def _note(self, generation: Generation, worker: Worker, kind: str, text: str, *, fatal: bool) -> None:
-        generation.faults.append(
-            Fault(worker.name, worker.node, worker.device, kind, text, fatal, self._furthest))
-
     def _refuse(self, worker: Worker, problem: str, now: float, *, at_start: bool = False) -> None:
         """Leave out a worker that did not pass its probe. Without enough others, this is a failure of the run."""
-        worker.cleared = False
-        starting = [other for other in self.workers.values() if not other.connected]
-        awaited = len(starting) if at_start else 0  # they may be enough
-        too_few = not largest_fit(self.sizes, len(self._admission.available()) + awaited)
-        fault = Fault(worker.name, worker.node, worker.device, "probe", problem, False, self._furthest)
-        self._health.failed(worker.node, problem)
-        if too_few and self.phase is Phase.GATHERING and self.charge() is Recovery.NONE:
+        number = self._next - 1 if self.phase is Phase.GATHERING else None
+        if not self.failures.refuse(worker, problem, now, at_start=at_start, gathering_after=number):
             self.phase = Phase.FAILED
-            self._outbox.event("failure", {"generation": self._next - 1, "ranks": [], "nodes": [worker.node],
-                                           "step": self._furthest, "error": problem[:TEXT_CHARACTERS],
-                                           "recovery": str(self.recovery), "restart": False})
             self._raise_all(f"the run has failed: {problem}")
-            return
-        level = Level.PROCESS
-        if at_start:  # the next process there would fail as well
-            level = Level.DEVICE if worker.device else Level.NODE
-        self._admission.refuse(fault, now, level)
 
     def _end_generation(self) -> None:
         if self.generation is not None:
@@ -532,7 +414,7 @@ class Membership:
                 self._admission.blame.lift()  # a blamed worker that passes a probe is better than none, too
             if waited > self._limits.gather:
                 self.phase = Phase.FAILED
-                self.recovery = Recovery.KEPT
+                self.failures.recovery = Recovery.KEPT
                 self._raise_all("too few workers")
             return
         if waits and (size < self.largest or self._health.doubts(worker.node for worker in available)):
@@ -566,21 +448,13 @@ class Membership:
         self._gathering_since = None
         self.generation = generation
         self.phase = Phase.RUNNING
-        ended = self._ended
-        if ended is not None and ended.planned and not ended.lost:
-            self._outbox.event("resize", {"generation": ended.number, "from": len(ended.members), "to": len(ranked),
-                                          "reason": ended.planned, "step": ended.step})
         for worker in ranked:
             worker.left = None
             worker.beat = now
+        self._planned.announce(self._ended, generation)
         if split := split_groups(ranked, self._tensor):
-            nodes = sorted({worker.node for group in split for worker in group})
-            self._outbox.event("tensor_groups_split", {
-                "generation": generation.number, "groups": len(split), "of": len(ranked) // self._tensor,
-                "tensor": self._tensor, "nodes": nodes})
-        self._outbox.formed(generation.number, len(ranked))
-        for rank, name in enumerate(generation.members):
-            self._outbox.send(name, Join(generation.number, rank, len(ranked)))
+            self._outbox.event("tensor_groups_split", described(split, generation.number, len(ranked), self._tensor))
+        self._outbox.form(generation)
         if len(ranked) == self.largest:
             self._end_replaced(generation, now)
 
@@ -605,23 +479,17 @@ class Membership:
             self._ended = None
         generation.step = step
         generation.stepped_at = now
-        self._furthest = max(self._furthest, step)
+        self.failures.furthest = max(self.failures.furthest, step)
 
     # -- helpers -----------------------------------------------------------------------------------
     def _abort(self, generation: Generation) -> None:
         if generation.aborted:
             return
         generation.aborted = True
-        for name in generation.remaining:
-            self._outbox.send(name, Abort(generation.number))
+        self._outbox.send_all(list(generation.remaining), Abort(generation.number))
 
     def _raise_all(self, text: str) -> None:
-        for worker in self.workers.values():
-            self._outbox.send(worker.name, Raise(text))
-
-    def _tell(self, generation: Generation, message: CoordinatorMessage) -> None:
-        for name in generation.members:
-            self._outbox.send(name, message)
+        self._outbox.send_all(list(self.workers), Raise(text))
 
     def _cut(self, name: str, why: str, now: float) -> None:
         self._outbox.fence(name)

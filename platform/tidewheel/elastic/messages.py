@@ -64,6 +64,10 @@ class Hello:
     """What its test before the start found; "" if it passed."""
     clock: float = 0.0
     """Its Unix time when it sent this; 0: not told."""
+    key: str = field(default="", repr=False)
+    """Key of its session, by which it says hello again on another connection; "": the coordinator makes one."""
+    connection: int = 0
+    """Number of this connection among those of the process: the coordinator uses the newest."""
     type: Literal["hello"] = "hello"
 
 
@@ -75,6 +79,8 @@ class Return:
     token: str = field(repr=False)
     session: str = field(repr=False)
     """Key of the session to continue, from `Welcome`."""
+    connection: int = 0
+    """As in `Hello`."""
     type: Literal["return"] = "return"
 
 
@@ -324,8 +330,19 @@ _FROM_COORDINATOR = TypeAdapter(FromCoordinator)
 
 def encode(frame: FromWorker | FromCoordinator) -> bytes:
     """Return a frame as one line of UTF-8 JSON. Values in free-form details that JSON does not know become strings."""
-    number = "null" if frame.number is None else frame.number
-    text = f'{{"body":{body_text(frame.body)},"number":{number},"received":{frame.received}}}'
+    return frame_line(body_text(frame.body), frame.number, frame.received)
+
+
+def frame_line(body: str, number: int | None, received: int, more: str = "") -> bytes:
+    """Return a frame as a line.
+
+    Args:
+        body: the message as JSON.
+        number: sequence number.
+        received: acknowledgement.
+        more: JSON of further fields, each behind a comma.
+    """
+    text = f'{{"body":{body},"number":{"null" if number is None else number},"received":{received}{more}}}'
     return text.encode("utf-8", "replace") + b"\n"  # undecodable bytes of file names do not make a line invalid
 
 

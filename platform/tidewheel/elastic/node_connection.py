@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, RESET_SECONDS, next_line
-from tidewheel.elastic.messages import End, FromCoordinator, FromWorker, Hello, Here, Return
-from tidewheel.elastic.node_messages import (
-    Beats,
-    Drop,
-    FromNode,
-    Gone,
-    Groups,
-    add_order,
-    beats_of,
-    decode_from_node,
-    line_to_node,
-)
+from tidewheel.elastic.messages import Beat, End, Hello, Here, Return
+from tidewheel.elastic.node_messages import Beats, Drop, FromNode, Gone, Orders, decode_from_node
+from tidewheel.elastic.outgoing import ANY_RANK, Outgoing
 from tidewheel.elastic.sessions import Session, Sessions
 from tidewheel.elastic.supervision import Supervisor
 
@@ -37,9 +27,9 @@ class Relayed:
         self._node = node
         self._number = number
 
-    def send(self, frame: FromCoordinator) -> None:
+    def send(self, frame: Outgoing, rank: int = ANY_RANK) -> None:
         """Send a frame."""
-        self._node.send(self._number, frame)
+        self._node.send(self._number, frame, rank)
 
     def close(self) -> None:
         """Close the connection."""
@@ -60,7 +50,7 @@ class NodeConnection:
         self._sessions = sessions
         self._supervisor = supervisor
         self._workers: dict[int, Relayed] = {}
-        self._groups: Groups[Any] = Groups()
+        self._orders = Orders()
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -82,26 +72,28 @@ class NodeConnection:
         for worker in workers.values():
             self._break(worker, grace)
 
-    def send(self, number: int, frame: FromCoordinator) -> None:
-        """Send a frame to the worker with this number."""
+    def send(self, number: int, frame: Outgoing, rank: int = ANY_RANK) -> None:
+        """Send a frame to a worker.
+
+        Args:
+            number: of the worker's connection.
+            frame: the frame.
+            rank: its rank, if the body is a `Join`.
+        """
         if number in self._workers:
-            self._flush_soon()
-            add_order(self._groups, number, frame)
+            if not self._orders:
+                self._loop.call_soon(self._flush)
+            self._orders.add(number, frame, rank)
 
     def drop(self, number: int) -> None:
         """Close the connection of a worker."""
-        if self._workers.pop(number, None) is not None:
-            self._flush_soon()
-            self._groups.add(Drop, Drop(), number, None, 0)
-
-    def _flush_soon(self) -> None:
-        if not self._groups:
-            self._loop.call_soon(self._flush)
+        self.send(number, Outgoing(Drop()))
+        self._workers.pop(number, None)
 
     def _flush(self) -> None:
-        groups = self._groups.take()
+        lines = self._orders.take()
         if not self._writer.is_closing():
-            self._writer.write(b"".join(map(line_to_node, groups)))
+            self._writer.write(lines)
 
     async def _next(self, reader: asyncio.StreamReader) -> bool:
         """Act on the next line; return False at the end of the connection."""
@@ -118,8 +110,8 @@ class NodeConnection:
         frame: FromNode = decode_from_node(text)
         match frame.body:
             case Beats(rows):
-                for row in rows:
-                    self._pass_on(row[0], FromWorker(beats_of(row), None, row[1]))
+                beats = [(session, row[1], Beat(*row[2:])) for row in rows if (session := self._session(row[0]))]
+                self._sessions.receive_beats(beats)
             case Hello() as hello:
                 for number, _, _ in frame.workers:
                     self._workers[number] = worker = Relayed(self, number)
@@ -138,21 +130,24 @@ class NodeConnection:
                     if (gone := self._workers.pop(number, None)) is not None:
                         self._break(gone, 0.0)
             case message:
-                for number, sequence, received in frame.workers:
-                    self._pass_on(number, FromWorker(message, sequence, received))
+                senders = [(session, sequence, received) for number, sequence, received in frame.workers
+                           if (session := self._session(number))]
+                self._sessions.receive_all(message, senders)
 
-    def _pass_on(self, number: int, frame: FromWorker) -> None:
+    def _session(self, number: int) -> Session | None:
+        """Return the session that uses a worker's connection here; None if it is over, or has moved on."""
         worker = self._workers.get(number)
-        if worker is not None and worker.session is not None and worker.session.channel is worker:
-            self._supervisor.call("message", self._sessions.receive, worker.session, frame)
+        if worker is None or worker.session is None or worker.session.channel is not worker:
+            return None
+        return worker.session
 
     def _return(self, worker: Relayed, greeting: Return) -> None:
         session = self._sessions.find(greeting)
         if session is None:
-            worker.send(FromCoordinator(End()))
+            worker.send(Outgoing(End()))
             return
         worker.returning = greeting
-        self._sessions.welcome_back(session, worker)
+        self._sessions.welcome_back(session, greeting, worker)
 
     def _take_up(self, number: int, received: int) -> None:
         worker = self._workers.get(number)
@@ -161,7 +156,7 @@ class NodeConnection:
         worker.session = self._sessions.find(worker.returning)
         worker.returning = None
         if worker.session is None:
-            worker.send(FromCoordinator(End()))
+            worker.send(Outgoing(End()))
         else:
             self._sessions.take_up(worker.session, worker, received)
 

@@ -5,14 +5,19 @@ A node is left out only if the run is nearly as large without it. Otherwise it i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from tidewheel.cluster.node_history import NodeFailure, NodeHistory, by_host
+from tidewheel import storage
+from tidewheel.cluster.node_history import NodeFailure, NodeHistory, by_host, read
 from tidewheel.elastic.generation import Outbox, Worker
 from tidewheel.elastic.layout import largest_fit
+from tidewheel.errors import StorageError
 from tidewheel.train.node_checks_config import NodeChecksConfig
+
+logger = logging.getLogger(__name__)
 
 MANY_NODES = 0.1
 """If more than this share of a generation's nodes is lost at once, and more than one, no single node is to blame."""
@@ -141,3 +146,34 @@ class NodeHealth:
             reason = "too few workers without it" if host in suspects else "its time is over"
             self._outbox.event("node_used_again", {"host": host, "reason": reason})
         self._out = out
+
+
+def past_failures(folder: str, settings: NodeChecksConfig) -> list[NodeFailure]:
+    """Return the failures of nodes in earlier runs; [] without a folder, or if storage does not tell.
+
+    Args:
+        folder: what the runs share; "" for none.
+        settings: how long failures count.
+    """
+    if not folder:
+        return []
+    try:
+        return read(storage.store(folder), time.time() - settings.within_seconds)
+    except (StorageError, OSError) as error:  # it only helps
+        logger.warning("the history of the nodes cannot be read: %s", error)
+        return []
+
+
+def clock_problem(clock: float, since: float, settings: NodeChecksConfig) -> str:
+    """Return what is wrong with a worker's clock, or "".
+
+    Args:
+        clock: its Unix time; 0: not told.
+        since: Unix time since which it may have read its clock.
+        settings: how far it may be off.
+    """
+    limit = settings.clock_seconds
+    if not limit or not clock or since - limit <= clock <= time.time() + limit:
+        return ""
+    off = clock - time.time()
+    return f"its clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the driver's"

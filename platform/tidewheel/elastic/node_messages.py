@@ -7,34 +7,13 @@ those of each worker, so that a worker may continue its session over another rel
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from tidewheel.elastic.messages import (
-    STRICT,
-    Abort,
-    Beat,
-    FromCoordinator,
-    GoOn,
-    Hello,
-    Here,
-    Join,
-    Over,
-    Probe,
-    Raise,
-    Return,
-    Stop,
-    WorkerMessage,
-    body_text,
-    decoded,
-)
-
-B = TypeVar("B")
-ANY_RANK = -1
-"""Rank in the body of a `Join` for several workers; the line has their ranks."""
+from tidewheel.elastic.messages import STRICT, Hello, Here, Return, WorkerMessage, decoded, frame_line
+from tidewheel.elastic.outgoing import ANY_RANK, Outgoing
 
 
 @dataclass(frozen=True)
@@ -70,126 +49,102 @@ class FromNode:
     """Connection, sequence number and acknowledgement of each worker that sends `body`."""
 
 
-@dataclass
-class Group(Generic[B]):
-    """Frames with one body."""
-
-    body: B
-    workers: list[tuple[int, int | None, int]] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    """Ranks of the workers, if the body is a `Join`."""
-
-
-class Groups(Generic[B]):
-    """Collects frames. Each worker's remain in order."""
+class Groups:
+    """Collects frames of workers. Those with equal bodies become one line, and each worker's remain in order."""
 
     def __init__(self) -> None:
-        self._groups: list[Group[B]] = []
-        self._by_key: dict[Hashable, int] = {}
+        self._groups: list[tuple[str, list[tuple[int, int | None, int]]]] = []
+        self._by_body: dict[str, int] = {}
         self._newest: dict[int, int] = {}  # last group of each worker
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def add(self, key: Hashable, body: B, worker: int, number: int | None, received: int) -> Group[B]:
-        """Add a frame; return its group.
+    def add(self, body: str, worker: int, number: int | None, received: int) -> None:
+        """Add a frame.
 
         Args:
-            key: equal for equal bodies.
-            body: what the frame holds.
+            body: the body as JSON.
             worker: number of the connection.
             number: sequence number.
             received: acknowledgement.
         """
-        index = self._by_key.get(key, -1)
+        index = self._by_body.get(body, -1)
         if index <= self._newest.get(worker, -1):
             index = len(self._groups)
-            self._groups.append(Group(body))
-            self._by_key[key] = index
+            self._groups.append((body, []))
+            self._by_body[body] = index
         self._newest[worker] = index
-        group = self._groups[index]
-        group.workers.append((worker, number, received))
-        return group
+        self._groups[index][1].append((worker, number, received))
 
-    def take(self) -> list[Group[B]]:
-        """Return the groups in order, and begin anew."""
+    def take(self) -> list[tuple[str, list[tuple[int, int | None, int]]]]:
+        """Return bodies in order, each with the workers that sent it; begin anew."""
         groups = self._groups
         self._groups = []
-        self._by_key = {}
+        self._by_body = {}
         self._newest = {}
         return groups
 
 
-def add_order(groups: Groups[Any], worker: int, frame: FromCoordinator) -> None:
-    """Add a frame of the coordinator.
+class Orders:
+    """Collects what the coordinator sends to the workers of a node. A frame for several of them is one line."""
 
-    Args:
-        groups: where to add it.
-        worker: number of the worker's connection.
-        frame: the frame.
-    """
-    body = frame.body
-    if isinstance(body, Join):
-        key: Hashable = (Join, body.generation, id(body.memory))
-        rank = body.rank
-        group = groups.add(key, body, worker, frame.number, frame.received)
-        if not group.ranks:
-            group.body = replace(body, rank=ANY_RANK)
-        group.ranks.append(rank)
-        return
-    shared = isinstance(body, Abort | Stop | GoOn | Probe | Raise | Over)
-    groups.add(body if shared else object(), body, worker, frame.number, frame.received)
+    def __init__(self) -> None:
+        self._frames: list[tuple[Outgoing, list[int], list[int]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def add(self, worker: int, frame: Outgoing, rank: int = ANY_RANK) -> None:
+        """Add a frame.
+
+        Args:
+            worker: number of the worker's connection.
+            frame: the frame; workers that get the same one follow each other.
+            rank: rank of the worker, if the body is a `Join`.
+        """
+        if not self._frames or self._frames[-1][0] is not frame:
+            self._frames.append((frame, [], []))
+        _, workers, ranks = self._frames[-1]
+        workers.append(worker)
+        if rank != ANY_RANK:
+            ranks.append(rank)
+
+    def take(self) -> bytes:
+        """Return the lines in order, and begin anew."""
+        frames = self._frames
+        self._frames = []
+        return b"".join(_line_to_node(frame, workers, ranks) for frame, workers, ranks in frames)
 
 
-def line_to_node(group: Group[Any]) -> bytes:
-    """Return a line for a relay."""
-    return line(body_text(group.body), group.workers, group.ranks)
+def _line_to_node(frame: Outgoing, workers: list[int], ranks: list[int]) -> bytes:
+    more = f',"workers":{workers}'  # lists of integers print as JSON
+    if ranks:
+        more += f',"ranks":{ranks}'
+    return frame_line(frame.text, frame.number, frame.received, more)
 
 
-def line(body: str, workers: list[tuple[int, int | None, int]], ranks: list[int] | None = None) -> bytes:
-    """Return a line.
+def line(body: str, workers: list[tuple[int, int | None, int]]) -> bytes:
+    """Return a line of a relay.
 
     Args:
         body: the body as JSON.
         workers: connection, sequence number and acknowledgement of each worker.
-        ranks: rank of each worker; None for a line without ranks.
     """
-    tail = "" if ranks is None else f',"ranks":{json.dumps(ranks)}'
-    text = f'{{"body":{body},"workers":{json.dumps(workers)}{tail}}}'
-    return text.encode("utf-8", "replace") + b"\n"
+    return f'{{"body":{body},"workers":{json.dumps(workers)}}}\n'.encode("utf-8", "replace")
 
 
 def split(text: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the text of the body of a line, and the line as JSON values.
+    """Return the text of the body of a worker's frame or an order, and the line as JSON values.
 
     Raises:
-        ValueError: it is no line with a body.
+        ValueError: it is no frame.
     """
     values = json.loads(text)
     if not isinstance(values, dict) or not isinstance(values.get("body"), dict):
         raise ValueError("a line without a body")
     start = text.index(b'{"body":') + len(b'{"body":')
-    behind = b',"workers":' if "workers" in values else b',"number":'
-    return text[start:text.rindex(behind)].decode(), values
-
-
-def for_worker(body: str, rank: int | None, number: int | None, received: int) -> bytes:
-    """Return the frame of one worker as `messages.encode` makes it.
-
-    Args:
-        body: text of the body of a line.
-        rank: its rank, if the body is a `Join`.
-        number: sequence number.
-        received: acknowledgement.
-    """
-    if rank is not None:
-        body = body.replace(f'"rank":{ANY_RANK}', f'"rank":{rank}', 1)
-    return f'{{"body":{body},"number":{"null" if number is None else number},"received":{received}}}\n'.encode()
-
-
-def beats_of(row: tuple[int, int, int, int, float, int]) -> Beat:
-    """Return the heartbeat in a row of `Beats`."""
-    return Beat(row[2], row[3], row[4], row[5])
+    return text[start:text.rindex(b',"number":')].decode(), values
 
 
 _FROM_NODE = TypeAdapter(FromNode)

@@ -9,31 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from tidewheel.elastic.client import REFUSED_SECONDS, RETRY_SECONDS
-from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, Endpoint, first_line, next_line, tune
+from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, Endpoint, next_line, tune
+from tidewheel.elastic.listener import Listener
 from tidewheel.elastic.messages import (
     BEAT_SECONDS,
+    FromCoordinator,
     FromWorker,
+    Greeting,
     Hello,
     NodeHello,
+    Received,
     Return,
     body_text,
-    decode_from_worker,
     encode,
+    frame_line,
 )
-from tidewheel.elastic.node_messages import Beats, Gone, Groups, for_worker, line, split
-from tidewheel.unauthenticated import HELLO_BYTES, UnauthenticatedConnections
+from tidewheel.elastic.node_messages import Beats, Gone, Groups, line, split
+from tidewheel.elastic.outgoing import with_rank
+from tidewheel.unauthenticated import HELLO_BYTES
 
 logger = logging.getLogger(__name__)
 
+ALIVE_SECONDS = 0.1
+"""Time between two signs of life that each worker gets. A worker that gets none leaves the relay, see `client`."""
+ALIVE = encode(FromCoordinator(Received()))
 GATHER_SECONDS = 0.001
 """Lines of workers wait this long for others with the same body."""
 BACKLOG = 256
@@ -49,7 +54,7 @@ class Uplink:
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self.beat_seconds = BEAT_SECONDS
         self._write = write
-        self._groups: Groups[str] = Groups()
+        self._groups = Groups()
         self._beats: dict[int, tuple[int, int, int, int, float, int]] = {}
 
     def add(self, worker: int, text: bytes) -> None:
@@ -82,13 +87,13 @@ class Uplink:
         """
         if not self._groups:
             asyncio.get_running_loop().call_later(GATHER_SECONDS, self.flush)
-        self._groups.add(body, body, worker, number, received)
+        self._groups.add(body, worker, number, received)
 
     def flush(self) -> None:
         """Send all frames but heartbeats."""
         groups = self._groups.take()
         if groups:
-            self._write(b"".join(line(group.body, group.workers) for group in groups))
+            self._write(b"".join(line(body, workers) for body, workers in groups))
 
     def send_beats(self) -> None:
         """Send the heartbeats since the last call."""
@@ -102,7 +107,7 @@ class Uplink:
         self._beats.pop(worker, None)
 
 
-class NodeRelay:
+class NodeRelay(Listener):
     """The relay of one node, in a thread of its own.
 
     Args:
@@ -114,67 +119,31 @@ class NodeRelay:
     """
 
     def __init__(self, host: str, endpoint: Endpoint, node: str, on_closed: Callable[[], None]) -> None:
-        self.address: tuple[str, int] = (host, 0)
-        """Where the workers connect."""
+        super().__init__(host, endpoint.token, thread="relay", kinds=(Hello, Return), backlog=BACKLOG)
         self._endpoint = endpoint
         self._node = node
         self._on_closed = on_closed
-        self._loop = asyncio.new_event_loop()
         self._numbers = itertools.count()
         self._workers: dict[int, asyncio.StreamWriter] = {}
-        self._unauthenticated = UnauthenticatedConnections()
+        self._present: set[asyncio.StreamWriter] = set()  # also workers that wait until the relay is connected
         self._coordinator: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
         self._uplink = Uplink(self._write)
-        self._ready = threading.Event()
-        self._problem: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
-
-    def start(self) -> None:
-        """Listen, set `address`, and connect to the coordinator.
-
-        Raises:
-            OSError: the address is not this node's.
-        """
-        self._thread.start()
-        self._ready.wait()
-        if self._problem is not None:
-            raise self._problem
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @property
     def runs(self) -> bool:
         """Whether workers can connect."""
         return self._thread.is_alive()
 
-    def stop(self) -> None:
-        """Close all connections and end the thread."""
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, self.address[0], 0, limit=HELLO_BYTES, backlog=BACKLOG))
-            self.address = (self.address[0], server.sockets[0].getsockname()[1])
-        except OSError as error:
-            self._problem = error
-            return
-        finally:
-            self._ready.set()
+    def _begin(self) -> None:
         connecting = self._loop.create_task(self._stay_connected())
         connecting.add_done_callback(lambda _: self._loop.stop())
-        beating = self._loop.create_task(self._beat())
-        self._loop.run_forever()
-        ended_itself = connecting.done()
-        server.close()
+        self._tasks = (connecting, self._loop.create_task(self._beat()), self._loop.create_task(self._say_alive()))
+
+    def _end(self) -> None:
         self._drop_all()
-        for task in (*asyncio.all_tasks(self._loop), beating):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
-        self._loop.close()
-        if ended_itself:
+        if self._tasks[0].done():
             self._on_closed()
 
     # -- the coordinator ---------------------------------------------------------------------------
@@ -216,35 +185,39 @@ class NodeRelay:
     def _distribute(self, text: bytes) -> None:
         """Pass on a line of the coordinator to the workers that it is for."""
         body, values = split(text)
-        ranks = values.get("ranks") or ()
+        ranks: list[int] = values.get("ranks") or []
+        shared = b"" if ranks else frame_line(body, values["number"], values["received"])
         if values["body"].get("type") == "join":
             self._uplink.beat_seconds = float(values["body"]["beat_seconds"])
-        for index, (worker, number, received) in enumerate(values["workers"]):
+        for index, worker in enumerate(values["workers"]):
             writer = self._workers.get(worker)
             if writer is None:
                 continue
             if values["body"].get("type") == "drop":
                 writer.transport.abort()
             else:
-                writer.write(for_worker(body, ranks[index] if ranks else None, number, received))
+                writer.write(shared or frame_line(with_rank(body, ranks[index]), values["number"], values["received"]))
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._uplink.beat_seconds)
             self._uplink.send_beats()
 
+    async def _say_alive(self) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_SECONDS)
+            for writer in self._present:
+                writer.write(ALIVE)
+
     def _write(self, data: bytes) -> None:
         if self._coordinator is not None and not self._coordinator.is_closing():
             self._coordinator.write(data)
 
     # -- the workers -------------------------------------------------------------------------------
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, greeting: Greeting, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker = -1
+        self._present.add(writer)
         try:
-            greeting = await self._greeting(reader, writer)
-            if greeting is None:
-                return
-            tune(writer.get_extra_info("socket"))
             await self._connected.wait()
             worker = next(self._numbers)
             self._workers[worker] = writer
@@ -254,7 +227,7 @@ class NodeRelay:
         except OSError as error:
             logger.info("the connection of a worker broke: %s", error)
         finally:
-            writer.transport.abort()
+            self._present.discard(writer)
             if self._workers.pop(worker, None) is not None:
                 self._uplink.forget(worker)
                 self._uplink.put(worker, body_text(Gone()), None, 0)
@@ -269,18 +242,6 @@ class NodeRelay:
         except (ValueError, TypeError, KeyError):  # keep reading: the worker's other messages count
             logger.exception("a line of a worker was ignored")
             return True
-
-    async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello | Return | None:
-        """Return the first message of a worker, without its token for `Hello`; None for an unauthenticated peer."""
-        with self._unauthenticated.admitted(writer.transport.abort):
-            try:
-                greeting = decode_from_worker(await first_line(reader)).body
-            except (TimeoutError, ValueError):
-                return None
-        if not isinstance(greeting, Hello | Return):
-            return None
-        known = hmac.compare_digest(greeting.token.encode(), self._endpoint.token.encode())
-        return replace(greeting, token="") if known else None
 
     def _drop_all(self) -> None:
         workers, self._workers = self._workers, {}

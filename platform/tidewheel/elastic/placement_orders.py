@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from tidewheel.elastic.messages import AgentTable, MemoryPlacement
@@ -37,14 +37,19 @@ class PlacementOrders:
         self._table = placement.agents
         self._without_table = replace(placement, agents=None)
 
-    def of(self, worker: str) -> MemoryPlacement | None:
-        """Return the placement for a worker, and note that it now has the table."""
+    def of(self, ranks: Mapping[str, int]) -> list[tuple[MemoryPlacement | None, dict[str, int]]]:
+        """Return the placement with and without the table, each with those who get it; note that all have the table.
+
+        Args:
+            ranks: rank by worker.
+        """
         if self._placement is None:
-            return None
-        if worker in self._have_table:
-            return self._without_table
-        self._have_table.add(worker)
-        return self._placement
+            return [(None, dict(ranks))]
+        with_table = {name: rank for name, rank in ranks.items() if name not in self._have_table}
+        without = {name: rank for name, rank in ranks.items() if name in self._have_table}
+        self._have_table |= ranks.keys()
+        return [(placement, part) for placement, part in ((self._placement, with_table), (self._without_table, without))
+                if part]
 
     def forget(self, worker: str) -> None:
         """Note that a process begins under this name: it has no table."""

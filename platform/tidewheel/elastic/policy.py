@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tidewheel.elastic.layout import largest_fit
+from tidewheel.train.config import ElasticConfig
 
 QUICK = 2
 """Number of consecutive failures without progress before the run pauses between attempts."""
@@ -224,3 +225,22 @@ class FailureBudget:
     def pause(self) -> float:
         """Least seconds between the beginnings of the last attempt and the next."""
         return self.backoff.seconds(self.fruitless - QUICK)
+
+
+def resizer_of(elastic: ElasticConfig, sizes: tuple[int, ...]) -> Resizer:
+    """Return the resizer of a run.
+
+    Args:
+        elastic: its settings.
+        sizes: legal numbers of workers.
+    """
+    return Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
+                   interval_seconds=elastic.resize_interval_seconds, answer_seconds=elastic.hold_seconds)
+
+
+def budget_of(elastic: ElasticConfig) -> FailureBudget:
+    """Return the budget of a run with these settings."""
+    return FailureBudget(max_failures=elastic.max_failures,
+                         max_without_progress=elastic.max_failures_without_progress,
+                         first=Recovery(elastic.recovery),
+                         backoff=Backoff(elastic.backoff_seconds, elastic.max_backoff_seconds))

@@ -7,6 +7,7 @@ The links inside a node are several times as fast as the network, so a group tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tidewheel.elastic.generation import Worker
 
@@ -64,8 +65,23 @@ def split_groups(ranked: Sequence[Worker], tensor: int) -> list[list[Worker]]:
         ranked: the workers in rank order.
         tensor: ranks of a group.
     """
+    if tensor == 1:
+        return []
     groups = [list(ranked[start:start + tensor]) for start in range(0, len(ranked), tensor)]
     return [group for group in groups if len({worker.node for worker in group}) > 1]
+
+
+def described(split: Sequence[Sequence[Worker]], generation: int, size: int, tensor: int) -> dict[str, Any]:
+    """Return the fields of the event that tells of split groups.
+
+    Args:
+        split: the groups.
+        generation: number of the generation.
+        size: its ranks.
+        tensor: ranks of a group.
+    """
+    nodes = sorted({worker.node for group in split for worker in group})
+    return {"generation": generation, "groups": len(split), "of": size // tensor, "tensor": tensor, "nodes": nodes}
 
 
 def _by_node(workers: Sequence[Worker]) -> dict[str, list[Worker]]:

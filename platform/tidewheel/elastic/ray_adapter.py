@@ -27,7 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tidewheel.autoscaler import can_grow
 from tidewheel.elastic.faults import MISTAKES
 from tidewheel.elastic.policy import Recovery
-from tidewheel.elastic.ray_workers import LostWorkerError, Workers, one_line, train_environment, unwrapped
+from tidewheel.elastic.ray_process import LostWorkerError, one_line, train_environment, unwrapped
+from tidewheel.elastic.ray_workers import Workers
 from tidewheel.errors import ClusterError, TidewheelError
 from tidewheel.train.config import ElasticConfig
 

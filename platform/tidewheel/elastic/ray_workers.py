@@ -4,7 +4,7 @@ The coordinator, not Ray, gives ranks to the processes (`worker`), so the group 
 lost worker leaves it, and a worker that was started for a new node, or to replace a lost one, joins it. When Ray Train
 restarts the group, the processes that still answer are used again.
 
-A worker is Ray Train's worker actor. Placing it, watching it and ending it use public Ray Core only;
+A worker is Ray Train's worker actor (`ray_process`). Placing it, watching it and ending it use public Ray Core only;
 `ray_contract.CONTRACT` lists the private names that remain.
 """
 
@@ -12,28 +12,35 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
-from ray.train import ControllerError
-from ray.train.v2._internal.execution.context import DistributedContext
+from ray.exceptions import RayError
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerStatus
-from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidewheel.elastic import layout, nodes, warm
+from tidewheel.elastic import layout, nodes
 from tidewheel.elastic.faults import MISTAKES
-from tidewheel.elastic.worker import RestartNeeded, notice
-from tidewheel.errors import ClusterError, TidewheelError, root_cause
+from tidewheel.elastic.ray_process import (
+    ElasticRayTrainWorker,
+    LostWorkerError,
+    SilentWorkerError,
+    Starting,
+    Worker,
+    actor_resources,
+    has_ended,
+    one_line,
+    result,
+    train_environment,
+    unwrapped,
+)
+from tidewheel.elastic.worker import RestartNeeded
+from tidewheel.errors import ClusterError, TidewheelError
 from tidewheel.placement import with_labels
 from tidewheel.train.config import ElasticConfig
-from tidewheel.train.cuda_environment import prepare_environment
 
 logger = logging.getLogger(__name__)
 
@@ -53,82 +60,6 @@ LOOK_SECONDS = 0.5
 SILENT_SECONDS_VARIABLE = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
 SILENT_SECONDS = 600.0
 """Ray Train's default time after which a worker that does not answer counts as lost."""
-
-
-class LostWorkerError(RuntimeError):
-    """A worker's process or node has ended."""
-
-
-class SilentWorkerError(LostWorkerError):
-    """A worker's process exists and has not answered for a long time."""
-
-
-class ElasticRayTrainWorker(RayTrainWorker):
-    """Ray Train's worker, which takes SIGTERM as notice that its machine will be preempted.
-
-    It imports what training needs while other processes start.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        if ray.get_gpu_ids():
-            prepare_environment()  # before anything starts CUDA
-        warm.begin_imports()
-
-    def identify(self) -> tuple[str, str]:
-        """Return the ids of the actor and of its node; from then on SIGTERM is a notice."""
-        signal.signal(signal.SIGTERM, lambda *_: notice())  # actor methods run in the main thread, where this must be
-        context: Any = ray.get_runtime_context()
-        return context.get_actor_id(), context.get_node_id()
-
-    def begin(self, train_run_context: Any, train_fn_ref: Any, index: int) -> None:
-        """Start the training function in a thread.
-
-        Args:
-            train_run_context: Ray Train's settings of the run.
-            train_fn_ref: Ray Train's reference to the training function.
-            index: number of the worker in the group, for Ray Train's logs. Its rank comes from the coordinator.
-        """
-        alone = DistributedContext(world_rank=index, world_size=index + 1, local_rank=0, local_world_size=1,
-                                   node_rank=0)
-        nothing: Any = None  # workers report nothing through Ray Train: they need no barrier, storage or controller
-        self.init_train_context(train_run_context=train_run_context, distributed_context=alone,
-                                synchronization_actor=nothing, storage_context=nothing, worker_callbacks=[],
-                                controller_actor=nothing)
-        self.run_train_fn(train_fn_ref)
-
-
-@dataclass
-class Starting:
-    """A worker process that is coming up."""
-
-    actor: Any
-    node: str
-    identity: Any
-    """Reference to the actor's answer to `identify`."""
-    began: float
-    crowded: bool = False
-    """Whether others held the node's resources when the start was asked for."""
-
-
-@dataclass
-class Worker:
-    """A worker process that is up."""
-
-    actor: Any
-    name: str
-    """Id of the actor, by which the coordinator knows the worker."""
-    node: str
-    answer: Any = field(default=None, repr=False)
-    """Reference to the answer to a poll under way."""
-    asked_at: float = 0.0
-
-    def poll(self) -> Any:
-        """Return the reference to the answer of the poll under way, after starting one if there is none."""
-        if self.answer is None:
-            self.answer = self.actor.poll_status.remote()
-            self.asked_at = time.monotonic()
-        return self.answer
 
 
 class Workers:
@@ -264,7 +195,7 @@ class Workers:
         waiting: list[Starting] = []
         for process in self.starting:
             done, _ = ray.wait([process.identity], timeout=0)
-            identity = _result(process.identity) if done else None
+            identity = result(process.identity) if done else None
             if identity is not None and len(up) < room:
                 name, node = identity
                 up.append(Worker(process.actor, name, node))
@@ -363,7 +294,7 @@ class Workers:
         done, silent = ray.wait(list(answers), num_returns=len(answers), timeout=2) if answers else ([], [])
         for answer in silent:
             ray.kill(answers[answer].actor)
-        return [answers[answer] for answer in done if _result(answer) is not None]
+        return [answers[answer] for answer in done if result(answer) is not None]
 
     def end_starting(self) -> None:
         """End the processes that are coming up."""
@@ -456,7 +387,7 @@ class ElasticWorkerGroup:
     def _idle(self, worker: Worker) -> bool:
         """Return whether the worker answers and its training function has ended."""
         worker.answer = None
-        status = _result(worker.actor.poll_status.remote(), timeout=1.0)
+        status = result(worker.actor.poll_status.remote(), timeout=1.0)
         return status is not None and not status.running
 
     # -- while it runs -----------------------------------------------------------------------------------
@@ -485,7 +416,7 @@ class ElasticWorkerGroup:
     def _without_lost(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
         """Remove workers without which the coordinator continues from the group; return the statuses of the rest."""
         by_name = {worker.name: status for worker, status in zip(self.workers, statuses, strict=True)}
-        ended = [name for name, status in by_name.items() if _ended(status.error)]
+        ended = [name for name, status in by_name.items() if has_ended(status.error)]
         lost: set[str] = ray.get(self.pool.coordinator.fenced.remote(), timeout=30)
         if ended:
             lost |= set(ray.get(self.pool.coordinator.dead.remote(ended, "its process has ended"), timeout=30))
@@ -553,43 +484,3 @@ def _failed(status: WorkerStatus, name: str) -> WorkerStatus:
     if status.error is not None:
         return status
     return WorkerStatus(running=status.running, error=LostWorkerError(f"worker {name} is cut off"))
-
-
-def actor_resources(needs: Mapping[str, float]) -> dict[str, Any]:
-    """Return the options of `ray.remote` that reserve the resources `needs`, by Ray's names."""
-    rest = dict(needs)
-    return {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0), "memory": rest.pop("memory", None),
-            "resources": rest}
-
-
-def train_environment() -> dict[str, str]:
-    """Return the settings of Ray Train in this process's environment, for the processes it starts."""
-    return {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
-
-
-def unwrapped(error: BaseException) -> BaseException:
-    """Return the error inside Ray's wrappers: ours if there is one, else the one first raised."""
-    if isinstance(error, ControllerError):
-        return unwrapped(error.controller_failure)
-    inner = error.args[0] if error.args and type(error).__module__.startswith("ray.") else None
-    if isinstance(inner, BaseException):  # Ray Train's wrapper of an error with its traceback
-        return unwrapped(inner)
-    return root_cause(error)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the class and text of an error in one line, for an event."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
-
-
-def _ended(error: BaseException | None) -> bool:
-    return isinstance(error, LostWorkerError) and not isinstance(error, SilentWorkerError)
-
-
-def _result(reference: Any, timeout: float = 0.5) -> Any:
-    """Return the result of a call, or None if its worker is dead or does not answer in time."""
-    try:
-        return ray.get(reference, timeout=timeout)
-    except (RayError, GetTimeoutError):
-        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +26,21 @@ NAMES_NODES = frozenset({"failure", "worker_left_out", "worker_readmitted", "slo
 MOST_NEWS = 200
 
 
-def nodes_of(detail: dict[str, Any]) -> list[str]:
-    """Return the ids of the nodes that an event's detail names."""
-    return list(detail["nodes"]) if "nodes" in detail else [detail["node"]] if "node" in detail else []
+def completed(kind: str, detail: dict[str, Any], unix: float, hosts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of an event with those that the coordinator adds.
+
+    Args:
+        kind: name of the event.
+        detail: its fields.
+        unix: its time.
+        hosts: host by node.
+    """
+    if kind == "worker_left_out":
+        detail = {**detail, "until": unix + detail["seconds"]}
+    if kind in NAMES_NODES:
+        nodes = detail["nodes"] if "nodes" in detail else [detail["node"]] if "node" in detail else []
+        detail = {**detail, "hosts": [hosts.get(node, "") for node in nodes]}
+    return detail
 
 
 @dataclass(frozen=True)

@@ -11,33 +11,30 @@ cuts it, or when the worker does not return in time. A worker that returns to an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import hmac
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
-from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, RESET_SECONDS, first_line, next_line, tune
+from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, RESET_SECONDS, next_line
+from tidewheel.elastic.listener import Listener
 from tidewheel.elastic.messages import (
     CoordinatorMessage,
     End,
-    FromCoordinator,
     Greeting,
     Hello,
     Here,
+    Join,
     MessageError,
     NodeHello,
     Return,
     decode_from_worker,
-    encode,
 )
 from tidewheel.elastic.node_connection import NodeConnection
+from tidewheel.elastic.outgoing import Outgoing
 from tidewheel.elastic.sessions import Channel, Direct, Handler, Session, Sessions
 from tidewheel.elastic.supervision import Supervisor
-from tidewheel.unauthenticated import HELLO_BYTES, MAX_CONNECTIONS, UnauthenticatedConnections
+from tidewheel.unauthenticated import HELLO_BYTES, MAX_CONNECTIONS
 
 __all__ = ["Handler", "Server"]
 
@@ -49,11 +46,10 @@ CALL_SECONDS = 30.0
 LATE_SECONDS = 1.0
 """A tick that comes later than this was held up by this process itself."""
 BACKLOG = 4096
-"""Connections that the kernel holds until they are accepted, if its own limit (net.core.somaxconn) allows so many."""
 _NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 
 
-class Server:
+class Server(Listener):
     """One thread for the connections of all workers.
 
     Args:
@@ -65,28 +61,12 @@ class Server:
     """
 
     def __init__(self, host: str, token: str, handler: Handler, *, workers: int = 0, tick_seconds: float = 0.1) -> None:
-        self.address: tuple[str, int] = (host, 0)
-        self._token = token
+        super().__init__(host, token, thread="workers' connections", kinds=(Hello, Return, NodeHello), backlog=BACKLOG,
+                         most=MAX_CONNECTIONS + workers)
         self._handler = handler
         self._tick_seconds = tick_seconds
         self._supervisor = Supervisor(handler.event)
-        self._unauthenticated = UnauthenticatedConnections(MAX_CONNECTIONS + workers)
-        self._loop = asyncio.new_event_loop()
         self._sessions = Sessions(handler, self._supervisor, self._loop)
-        self._ready = threading.Event()
-        self._problem: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="workers' connections", daemon=True)
-
-    def start(self) -> None:
-        """Listen, and set `address`.
-
-        Raises:
-            OSError: the address is not this machine's.
-        """
-        self._thread.start()
-        self._ready.wait()
-        if self._problem is not None:
-            raise self._problem
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in the server's thread and return its result; for other threads.
@@ -103,6 +83,19 @@ class Server:
         """Send a message to a worker, now or when it has reconnected. Call it in the server's thread only."""
         self._sessions.send(name, message)
 
+    def send_all(self, names: Collection[str], message: CoordinatorMessage) -> None:
+        """Send a message to several workers. Call it in the server's thread only."""
+        self._sessions.send_all(names, message)
+
+    def join(self, members: Mapping[str, int], order: Join) -> None:
+        """Tell workers to join a generation. Call it in the server's thread only.
+
+        Args:
+            members: rank by worker.
+            order: the message, with `ANY_RANK`.
+        """
+        self._sessions.send_all(members, order, members.values())
+
     def unheard(self, name: str) -> float:
         """Return how long a worker has acknowledged no message, see `Sessions.unheard`.
 
@@ -117,32 +110,11 @@ class Server:
         """
         self._sessions.cut(name)
 
-    def stop(self) -> None:
-        """Close all connections and end the thread."""
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, self.address[0], 0, limit=HELLO_BYTES, backlog=BACKLOG))
-            self.address = (self.address[0], server.sockets[0].getsockname()[1])
-        except OSError as error:
-            self._problem = error
-            return
-        finally:
-            self._ready.set()
+    def _begin(self) -> None:
         self._loop.create_task(self._tick())
-        self._loop.run_forever()
-        server.close()
+
+    def _end(self) -> None:
         self._sessions.cut_all()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
 
     async def _tick(self) -> None:
         before = time.monotonic()
@@ -156,15 +128,11 @@ class Server:
             self._supervisor.call("tick", self._handler.tick)
 
     # -- one connection ----------------------------------------------------------------------------
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, greeting: Greeting, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session: Session | None = None
         channel = Direct(writer)
         grace = 0.0
         try:
-            greeting = await self._greeting(reader, writer)
-            if greeting is None:
-                return
-            tune(writer.get_extra_info("socket"))
             match greeting:
                 case NodeHello():
                     await NodeConnection(writer, self._sessions, self._supervisor).serve(reader)
@@ -186,18 +154,6 @@ class Server:
             if session is not None and session.channel is channel:
                 self._sessions.broken(session, grace)
 
-    async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Greeting | None:
-        """Return the first message of a worker, without its token; None for an unauthenticated peer."""
-        with self._unauthenticated.admitted(writer.transport.abort):
-            try:
-                greeting = decode_from_worker(await first_line(reader)).body
-            except (TimeoutError, ValueError):
-                return None
-            if not isinstance(greeting, Hello | Return | NodeHello):
-                return None
-            known = hmac.compare_digest(greeting.token.encode(), self._token.encode())
-            return replace(greeting, token="") if known else None
-
     async def _listen(self, session: Session, reader: asyncio.StreamReader, channel: Channel) -> None:
         """Pass on a worker's messages until its connection ends, or a newer connection replaces it."""
         while True:
@@ -216,7 +172,7 @@ class Server:
         """Continue the session that a worker names."""
         session = self._sessions.find(greeting)
         if session is not None:
-            self._sessions.welcome_back(session, channel)
+            self._sessions.welcome_back(session, greeting, channel)
             answer = decode_from_worker(await next_line(reader, HELLO_BYTES))
             if not isinstance(answer.body, Here):
                 raise MessageError("a worker that returns must answer the welcome first")
@@ -224,7 +180,7 @@ class Server:
             if session is not None:
                 self._sessions.take_up(session, channel, answer.received)
                 return session
-        writer.write(encode(FromCoordinator(End())))
+        writer.write(Outgoing(End()).line())
         await writer.drain()
         await reader.readline()  # wait until the worker hangs up: an abort could discard the message
         return None

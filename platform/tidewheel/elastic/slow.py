@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tidewheel.elastic.layout import largest_fit
+from tidewheel.elastic.membership import Membership
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,25 @@ def judge(policy: Literal["ignore", "report", "replace"], ratio: float, *, size:
     if rest < size and size / rest >= ratio:
         return SlowVerdict(False, f"{rest} instead of {size} workers would be slower still")
     return SlowVerdict(True, f"{rest} of {others} other worker(s) continue without it")
+
+
+def judged(detail: dict[str, Any], policy: Literal["ignore", "report", "replace"],
+           membership: Membership) -> dict[str, Any]:
+    """Decide about a slow worker; return its event with node, ratio, reason and action.
+
+    Args:
+        detail: the event of the worker that noticed it.
+        policy: the setting `elastic.slow_worker`.
+        membership: knows the workers, and is told to stop using the node.
+    """
+    slow = membership.worker_at(int(detail["slow_rank"]))
+    generation = membership.generation
+    if slow is None or generation is None:
+        return detail
+    worker, num_others = slow
+    ratio = 1 + float(detail["over"])
+    verdict = judge(policy, ratio, size=len(generation.members), others=num_others, sizes=membership.sizes)
+    if verdict.leave:
+        membership.avoid(worker.node)
+    return {**detail, "node": worker.node, "ratio": round(ratio, 3), "reason": verdict.reason,
+            "action": "replace" if verdict.leave else "report"}

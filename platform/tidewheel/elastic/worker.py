@@ -114,7 +114,8 @@ def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool
     kept = KeptBase()
     problem = _problem(run.config, at_start=True) if run.config.elastic.node_checks.at_start else ""
     member = Member(endpoint, name, node, spot=spot, device=device, problem=problem,
-                    relay=relay() if run.config.elastic.relayed else None)
+                    relay=relay() if run.config.elastic.relayed else None,
+                    heartbeat_seconds=run.config.elastic.heartbeat_seconds)
     members.append(member)
     error: BaseException | None = None
     try:

@@ -230,10 +230,10 @@ class ElasticConfig(Config):
     leave_seconds: float = Field(default=5.0, gt=0)
     """Cut off a worker that does not leave a broken generation within this time, or within six times this time while
     its training thread uses the CPU. An idle machine takes far less, and a hung worker delays the others."""
-    relay_workers: int = Field(default=0, ge=0)
+    relay_workers: int = Field(default=512, ge=0)
     """With `max_workers` of this many and a memory tier, the workers of a node share one connection to the coordinator,
-    through the memory agent of their node. An agent that is frozen then cuts off its node's workers. 0: each worker has
-    its own, however many there are."""
+    through the memory agent of their node. A worker whose agent is silent for a quarter of `heartbeat_seconds` goes on
+    with a connection of its own. 0: each worker has its own, however many there are."""
     node_checks: NodeChecksConfig = NodeChecksConfig()
     """Tests that a node must pass, and what its failures in the past mean."""
     placement: PlacementConfig = PlacementConfig()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 from tidewheel.elastic.admission import TEXT_CHARACTERS, Admission
 from tidewheel.elastic.blame import Blame, Exclusion, Fault, Level
-from tidewheel.elastic.generation import Worker
+from tidewheel.elastic.generation import Generation, Worker
 from tidewheel.elastic.messages import CoordinatorMessage, Probe
 from tidewheel.elastic.policy import Backoff
 
@@ -26,6 +27,9 @@ class Outbox:
     def send(self, worker: str, message: CoordinatorMessage) -> None:
         self.sent.append((worker, message))
 
+    def send_all(self, workers: Collection[str], message: CoordinatorMessage) -> None:
+        raise AssertionError("admission speaks to single workers")
+
     def fence(self, worker: str) -> None:
         self.fenced.append(worker)
 
@@ -35,7 +39,7 @@ class Outbox:
     def unheard(self, worker: str) -> float:
         return 0.0
 
-    def formed(self, generation: int, size: int) -> None:
+    def form(self, generation: Generation) -> None:
         raise AssertionError("admission forms no generation")
 
 

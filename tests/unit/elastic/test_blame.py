@@ -54,7 +54,7 @@ def test_the_cause_is_the_first_error_that_is_not_an_echo(world):
 
 def test_a_rank_accused_of_a_hang_is_left_out(world):
     report = Left(world.number, ExitReason.FAILED, "HangError: rank 1 is still at step 5", accused=(1,))
-    world.membership.left("a", report, world.now)
+    world.membership.left(["a"], report, world.now)
     world.leave("b")
     assert world.fenced == ["b"]
     assert world.members == ("a", "c")
@@ -67,7 +67,7 @@ def test_a_rank_that_computed_other_bits_is_left_out_with_its_node(world):
     world.come("b2", node="node of b")
     report = Left(world.number, ExitReason.FAILED, CORRUPTION, accused=(1,))
     for name in ("a", "b"):
-        world.membership.left(name, report, world.now)
+        world.membership.left([name], report, world.now)
     [out] = world.details("worker_left_out")
     assert (out["node"], out["level"], out["times"]) == ("node of b", "node", 1)
     assert world.members == ("a", "c")
@@ -76,12 +76,12 @@ def test_a_rank_that_computed_other_bits_is_left_out_with_its_node(world):
 def test_nobody_is_left_out_while_it_is_not_known_which_of_two_computed_wrongly(world):
     report = Left(world.number, ExitReason.FAILED, CORRUPTION, accused=(0, 1))
     for name in world.members:
-        world.membership.left(name, report, world.now)
+        world.membership.left([name], report, world.now)
     assert not world.details("worker_left_out")
     [failure] = world.details("failure")
     assert failure["recovery"] == "in_place"
     assert world.members == ("a", "b")
-    assert world.membership._budget.stuck == 1, "a run in which this repeats ends"
+    assert world.membership.failures._budget.stuck == 1, "a run in which this repeats ends"
 
 
 def test_a_loss_that_came_first_is_the_cause(world):

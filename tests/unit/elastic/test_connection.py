@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.elastic.network import Network, network
-from tidewheel.elastic import client, connection
+from tidewheel.elastic import client, connection, sessions
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import DeliveryLog
 from tidewheel.elastic.messages import Beat, Hello, Stop, WorkerEvent, WorkerMessage
@@ -21,7 +21,7 @@ from tidewheel.elastic.server import Server
 TOKEN = "secret"
 
 
-class Handler:
+class Handler(sessions.Handler):
     """A recorder of the calls that a server makes to its handler."""
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tidewheel import unauthenticated
+from tidewheel.elastic import sessions
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import MOST_BYTES
 from tidewheel.elastic.messages import CoordinatorMessage, FromWorker, Hello, Probed, WorkerMessage, encode
@@ -24,7 +25,7 @@ SECONDS = 60.0
 """Longer than any step of these tests takes, even on a busy machine."""
 
 
-class Handler:
+class Handler(sessions.Handler):
     """A handler that records its calls and raises in those named in `fails`."""
 
     def __init__(self) -> None:

@@ -24,3 +24,19 @@ def test_survivors_of_deaths_and_of_a_freeze_join_again():
     ended = int(died["ended"])
     assert (workers - 5) * ended <= int(died["aborts"]) <= workers * ended
     assert int(froze["aborts"]) == (workers - 6) * int(froze["ended"])
+
+
+@pytest.mark.long
+def test_survivors_behind_relays_join_again_after_deaths_and_the_loss_of_a_node():
+    workers = 48
+    measurement = Measurement(workers, beat=0.0, relays=True, heartbeat=600.0, spread=0.05)
+    try:
+        died = measurement.kill(5)
+        lost = measurement.lose_node()
+    finally:
+        measurement.close()
+    assert measurement.problems == []
+    nodes = workers // 8
+    assert int(died["frames out"]) < 4 * nodes * int(died["ended"]), "an abort and a join for each node, and few more"
+    assert lost["event"] in ("a node of 7", "a node of 8")
+    assert int(lost["aborts"]) >= workers - 5 - 8

@@ -4,6 +4,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tidewheel.commit_log import CommitLog
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.coordinator import Coordinator, actor_name
+from tidewheel.elastic.generation import Generation
 from tidewheel.elastic.messages import (
     Abort,
     AgentTable,
@@ -100,20 +102,27 @@ def test_workers_get_the_table_of_agents_once(tmp_path, quiet):
     coordinator.end()
 
 
+def memory_of(placements: PlacementOrders, *names: str) -> list[Any]:
+    """Return what these workers get, in alphabetical order."""
+    given = {name: placement for placement, ranks in placements.of(dict.fromkeys(names, 0)) for name in ranks}
+    return [given[name] for name in sorted(names)]
+
+
 def test_a_table_is_sent_again_if_an_agent_or_a_process_is_new():
     placements = PlacementOrders()
     table = AgentTable((Address("m", 1), Address("n", 1)), {}, "secret")
     placements.begin(MemoryPlacement(table, ((0, 2, 1),)), {"a", "b"})
-    assert [placements.of(name).agents for name in "aba"] == [table, table, None]
+    assert [memory.agents for memory in memory_of(placements, "a")] == [table]
+    assert [memory.agents for memory in memory_of(placements, "a", "b")] == [None, table]
     placements.begin(MemoryPlacement(replace(table), ((0, 1, 1),)), {"a"})  # an equal one
-    assert placements.of("a").agents is None
+    assert memory_of(placements, "a")[0].agents is None
     placements.forget("a")
-    assert [placements.of("a").agents, placements.of("b").agents] == [table, table]
+    assert [memory.agents for memory in memory_of(placements, "a", "b")] == [table, table]
     more = replace(table, addresses=(*table.addresses, Address("o", 1)))
     placements.begin(MemoryPlacement(more, ((0, 3, 1),)), {"a", "b"})
-    assert [placements.of("a").agents, placements.of("b").agents] == [more, more]
+    assert [memory.agents for memory in memory_of(placements, "a", "b")] == [more, more]
     placements.begin(None, {"a", "b"})
-    assert placements.of("a") is None
+    assert memory_of(placements, "a") == [None]
 
 
 def test_an_unauthenticated_worker_is_refused(tmp_path, quiet):
@@ -279,7 +288,7 @@ def test_a_state_that_is_told_while_a_generation_begins_does_not_undo_it(tmp_pat
     telling = threading.Thread(target=coordinator.say, args=("waiting for nodes",))
     telling.start()
     within.wait()
-    coordinator.formed(7, 2)
+    coordinator.form(Generation(7, ("a", "b"), 0.0))
     began.set()
     telling.join()
     coordinator._step(StepDone(7, 3, 10, {}))

@@ -275,7 +275,7 @@ def test_training_continues_if_rank_0_is_lost_before_it_wrote_the_result(world):
 def test_messages_about_an_older_generation_change_nothing(world):
     world.lose("b")
     world.leave("a", "c", "d")
-    world.membership.left("a", Left(0, ExitReason.FAILED, "late"), world.now)
+    world.membership.left(["a"], Left(0, ExitReason.FAILED, "late"), world.now)
     world.membership.beat("a", 0, 99, world.now)
     assert world.membership.phase is Phase.RUNNING
     assert world.membership.generation.step == 0

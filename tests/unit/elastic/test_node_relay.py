@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from tests.unit.elastic.network import network
+from tests.unit.elastic.relay_process import RelayProcess
 from tests.unit.elastic.test_connection import until
 from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.elastic import sessions
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.messages import (
@@ -20,18 +22,22 @@ from tidewheel.elastic.messages import (
     AgentTable,
     Beat,
     CoordinatorMessage,
+    ExitReason,
     FromCoordinator,
     Hello,
     Join,
+    Left,
     MemoryPlacement,
     Raise,
     Stop,
     WorkerEvent,
     WorkerMessage,
     encode,
+    frame_line,
 )
-from tidewheel.elastic.node_messages import Groups, add_order, for_worker, line_to_node, split
+from tidewheel.elastic.node_messages import Groups, Orders, split
 from tidewheel.elastic.node_relay import NodeRelay
+from tidewheel.elastic.outgoing import ANY_RANK, Outgoing, with_rank
 from tidewheel.elastic.server import Server
 from tidewheel.train.history import RunHistory
 
@@ -39,22 +45,31 @@ TOKEN = "secret"
 TABLE = MemoryPlacement(AgentTable((Address("h0", 1), Address("h1", 2)), {"rack": (0, 1)}, "t"), ((0, 2, 4),))
 
 
-class Handler:
+class Handler(sessions.Handler):
     """A recorder of the calls that a server makes to its handler."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.values: dict[str, list[int]] = {}
-        self.beats: dict[str, Beat] = {}
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.newest: dict[str, Beat] = {}
+        self.reports: list[tuple[list[str], str]] = []
 
     def opened(self, hello: Hello) -> None:
         self.calls.append(("opened", hello.name))
 
     def received(self, name: str, message: WorkerMessage) -> None:
         if isinstance(message, WorkerEvent):
-            self.values.setdefault(name, []).append(message.detail["value"])
-        elif isinstance(message, Beat):
-            self.beats[name] = message
+            if message.kind == "said":
+                self.values.setdefault(name, []).append(message.detail["value"])
+            else:
+                self.events.append((message.kind, message.detail))
+
+    def left(self, names: Sequence[str], report: Left) -> None:
+        self.reports.append((sorted(names), report.text))
+
+    def beats(self, beats: Iterable[tuple[str, Beat]]) -> None:
+        self.newest.update(beats)
 
     def returned(self, name: str, seconds: float) -> None:
         self.calls.append(("returned", name))
@@ -72,11 +87,12 @@ class Handler:
 class Worker:
     """A client that records the messages that it receives."""
 
-    def __init__(self, server: Server, relay: NodeRelay, name: str, token: str = TOKEN) -> None:
+    def __init__(self, server: Server, relay: NodeRelay | RelayProcess, name: str, token: str = TOKEN,
+                 relay_seconds: float = 60.0) -> None:
         self.received: list[CoordinatorMessage] = []
         self.ended = threading.Event()
         self.client = Client(server.address, Hello(name, "n", token), self.received.append, self.ended.set,
-                             relay=relay.address)
+                             relay=relay.address, relay_seconds=relay_seconds)
 
     def say(self, value: int) -> None:
         self.client.send(WorkerEvent("said", {"value": value}, 0.0))
@@ -104,11 +120,7 @@ def relay(server: Server) -> Iterator[NodeRelay]:
 
 
 def send(server: Server, names: str, message: CoordinatorMessage) -> None:
-    def all_at_once() -> None:
-        for name in names:
-            server.send(name, message)
-
-    server.call(all_at_once)
+    server.call(lambda: server.send_all(names, message))
 
 
 def test_workers_and_coordinator_exchange_messages_through_the_relay(server: Server, relay: NodeRelay,
@@ -123,13 +135,25 @@ def test_workers_and_coordinator_exchange_messages_through_the_relay(server: Ser
         worker.say(2)
         worker.client.send(Beat(3, 7, 1.5, 1))
     until(lambda: all(len(worker.received) == len(orders) for worker in workers))
-    until(lambda: handler.values == {"a": [1, 2], "b": [1, 2]} and handler.beats == {name: Beat(3, 7, 1.5, 1)
+    until(lambda: handler.values == {"a": [1, 2], "b": [1, 2]} and handler.newest == {name: Beat(3, 7, 1.5, 1)
                                                                                      for name in "ab"})
     assert [worker.received for worker in workers] == [orders, orders]
     assert sorted(handler.calls) == [("opened", "a"), ("opened", "b")]
     for worker in workers:
         worker.client.close()
     until(lambda: sorted(handler.calls)[:2] == [("closed", "a"), ("closed", "b")])
+
+
+def test_equal_reports_of_a_node_are_one(server: Server, relay: NodeRelay, handler: Handler) -> None:
+    workers = [Worker(server, relay, name) for name in "abc"]
+    until(lambda: len(handler.calls) == 3)
+    for worker, text in zip(workers, ("closed", "closed", "full"), strict=True):
+        worker.client.send(Left(3, ExitReason.FAILED, text))
+    until(lambda: sum(len(names) for names, _ in handler.reports) == 3)
+    assert {(name, text) for names, text in handler.reports for name in names} == {
+        ("a", "closed"), ("b", "closed"), ("c", "full")}
+    for worker in workers:
+        worker.client.close()
 
 
 def test_a_worker_that_is_cut_off_ends_and_its_neighbour_does_not(server: Server, relay: NodeRelay,
@@ -208,38 +232,40 @@ def test_a_peer_without_the_token_gets_no_session(server: Server, relay: NodeRel
 
 
 def test_frames_of_a_line_are_those_that_a_worker_gets_directly():
-    orders: list[CoordinatorMessage] = [Abort(4), Stop(4, save=True), Raise('"workers":[1]'),
-                                        *(Join(9, rank, 3, ("h", 1), TABLE, RunHistory()) for rank in range(3))]
-    groups: Groups[Any] = Groups()
+    messages: list[CoordinatorMessage] = [Abort(4), Stop(4, save=True), Raise('"number":[1]'),
+                                          Join(9, ANY_RANK, 2, ("h", 1), TABLE, RunHistory())]
+    orders = Orders()
     sent: dict[int, list[bytes]] = {}
-    for number, order in enumerate(orders):
+    for number, message in enumerate(messages):
+        frame = Outgoing(message, number)
         for worker in range(2):
-            frame = FromCoordinator(order, number, worker)
-            add_order(groups, worker, frame)
-            sent.setdefault(worker, []).append(encode(frame))
+            rank = worker if isinstance(message, Join) else ANY_RANK
+            orders.add(worker, frame, rank)
+            sent.setdefault(worker, []).append(encode(FromCoordinator(frame.message(rank), number)))
+            assert frame.line(rank) == sent[worker][-1]
     got: dict[int, list[bytes]] = {}
-    lines = [line_to_node(group) for group in groups.take()]
+    lines = orders.take().splitlines()
     for line in lines:
         body, values = split(line)
-        for index, (worker, number, received) in enumerate(values["workers"]):
-            rank = values["ranks"][index] if values["ranks"] else None
-            got.setdefault(worker, []).append(for_worker(body, rank, number, received))
+        for index, worker in enumerate(values["workers"]):
+            rank = values["ranks"][index] if "ranks" in values else ANY_RANK
+            got.setdefault(worker, []).append(frame_line(with_rank(body, rank), values["number"], values["received"]))
     assert got == sent
-    assert len(lines) == len(orders)  # one for both workers
+    assert len(lines) == len(messages)  # one for both workers
 
 
 def test_order_of_each_worker_is_kept():
     rng = random.Random(2)
     for _ in range(200):
-        groups: Groups[str] = Groups()
+        groups = Groups()
         sent: dict[int, list[tuple[str, int]]] = {}
         for number in range(rng.randrange(1, 30)):
             worker, body = rng.randrange(4), rng.choice("xyz")
-            groups.add(body, body, worker, number, 0)
+            groups.add(body, worker, number, 0)
             sent.setdefault(worker, []).append((body, number))
         got: dict[int, list[tuple[str, int]]] = {}
-        for group in groups.take():
-            for worker, sequence, _ in group.workers:
+        for body, workers in groups.take():
+            for worker, sequence, _ in workers:
                 assert sequence is not None
-                got.setdefault(worker, []).append((group.body, sequence))
+                got.setdefault(worker, []).append((body, sequence))
         assert got == sent

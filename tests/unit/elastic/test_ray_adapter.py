@@ -8,7 +8,7 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
 from tidewheel.elastic import ray_adapter
 from tidewheel.elastic.ray_adapter import Failure
-from tidewheel.elastic.ray_workers import LostWorkerError, SilentWorkerError, unwrapped
+from tidewheel.elastic.ray_process import LostWorkerError, SilentWorkerError, unwrapped
 from tidewheel.errors import ClusterError, ShardError
 
 

