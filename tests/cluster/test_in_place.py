@@ -81,7 +81,8 @@ def test_a_frozen_worker_is_cut_off_and_one_that_stands_by_takes_its_place(start
     assert digest(group.settings.run_uri).state == digest(still.run_uri).state
     [failure] = group.events("failure")
     assert "no sign of life" in failure["detail"]["error"]
-    assert [item.cause.key for item in account(group.settings.run_uri).incidents] == ["start", "frozen"]
+    causes = [item.cause.key for item in account(group.settings.run_uri).incidents]
+    assert [cause for cause in causes if cause != "slow_worker"] == ["start", "frozen"]  # a busy machine slows workers
 
 
 def test_a_run_survives_two_deaths_at_once(started):
