@@ -328,14 +328,14 @@ def main() -> int:
     """Run the command and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: leave out speed and staleness")
     parser.add_argument("--skip-loss", action="store_true", help="leave out the losses")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--output", default="")
     parser.add_argument("--data", default="", help="shards that `tests.benchmarks.families` has made")
     options = parser.parse_args()
-    wrong = speed(options.pipeline, options.rounds)
+    wrong = speed(options.pipeline, options.rounds) if options.rounds else []
     if not options.skip_loss:
         folder = Path(options.output or tempfile.mkdtemp(prefix="stale-pipelines-"))
         wrong += losses(folder, options.data, options.steps, options.seeds)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -87,6 +87,7 @@ class Client:
         self._session = ""
         self._connections = 0
         self._former: socket.socket | None = None  # through the relay, until the coordinator uses another
+        self._broken_line = False  # a relay did not take a message in time, perhaps a part of it
         self._closing = False
         self._dismissed = False  # the coordinator ended the session
         self._connected = threading.Event()
@@ -114,8 +115,10 @@ class Client:
             else:
                 frame = FromWorker(message, self._log.add(message))
             if self._socket is not None:
-                with contextlib.suppress(OSError):  # the reading thread reconnects
+                try:
                     self._socket.sendall(encode(frame))
+                except OSError:  # the reading thread reconnects
+                    self._broken_line = True
 
     def close(self) -> None:
         """Close the connection without calling `on_closed`."""
@@ -144,13 +147,15 @@ class Client:
             self._on_closed()
 
     def _read(self, connection: socket.socket, relayed: bool) -> bool:
-        """Act on what arrives until the connection ends; return whether a relay is silent instead."""
+        """Act on what arrives until the connection ends; return whether a relay is silent, or takes nothing."""
         try:
             for line in lines_of(connection, self._relay_seconds if relayed else None):
                 try:
                     self._receive(line)
                 except Exception:  # keep reading: a worker that does not read cannot be stopped
                     logger.exception("a message of the coordinator was ignored")
+                if relayed and self._broken_line:
+                    return True
         except SilentError:
             return True
         except OSError:
@@ -269,7 +274,10 @@ class Client:
     def _connect(self, seconds: float) -> socket.socket:
         if self._relay is not None:
             try:
-                return self._connect_to(self._relay, min(seconds, self._relay_seconds))
+                connection = self._connect_to(self._relay, min(seconds, self._relay_seconds))
+                # a message for a relay that reads nothing must not hold the lock that the reading thread needs
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(2 * self._relay_seconds))
+                return connection
             except OSError as error:
                 self._leave_relay(f"it cannot be reached: {error}")
         return self._connect_to(self._address, seconds)
@@ -280,3 +288,9 @@ class Client:
         connection.settimeout(None)
         tune(connection)
         return connection
+
+
+def _timeval(seconds: float) -> bytes:
+    """Return a time as the C structure that socket options take."""
+    whole = int(seconds)
+    return struct.pack("ll", whole, int((seconds - whole) * 1e6))

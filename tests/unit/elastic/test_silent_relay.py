@@ -11,7 +11,7 @@ import pytest
 from tests.unit.elastic.relay_process import RelayProcess, relay_process
 from tests.unit.elastic.test_connection import until
 from tests.unit.elastic.test_node_relay import TOKEN, Handler, Worker, send
-from tidewheel.elastic.messages import Abort
+from tidewheel.elastic.messages import Abort, WorkerEvent
 from tidewheel.elastic.server import Server
 
 RELAY_SECONDS = 1.0
@@ -89,6 +89,18 @@ def test_a_relay_that_is_frozen_during_the_run_is_left_and_may_wake_up(server: S
     assert sorted(call for call in handler.calls if call[0] == "opened") == [("opened", name) for name in "abc"]
     assert not any(kind == "closed" for kind, _ in handler.calls)
     close(*workers.values(), last)
+
+
+def test_a_relay_that_is_frozen_holds_up_no_message_however_many_there_are(server: Server, relay: RelayProcess,
+                                                                           handler: Handler) -> None:
+    worker = Worker(server, relay, "a", relay_seconds=RELAY_SECONDS)
+    until(lambda: worker.client.welcomed)
+    relay.freeze()
+    for value in range(100):  # 20 MB, more than the kernel keeps for the relay
+        worker.client.send(WorkerEvent("said", {"value": value, "text": "x" * 200_000}, 0.0))
+    until(lambda: len(handler.values.get("a", [])) == 100)
+    assert handler.values["a"] == list(range(100))
+    close(worker)
 
 
 def test_a_relay_that_is_killed_is_left(server: Server, relay: RelayProcess, handler: Handler,
