@@ -14,17 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.autoscaler import START_SECONDS, can_grow
-from tidewheel.commit_log import CommitLog, Record, first_generation, taken_over
+from tidewheel.commit_log import Record, first_generation
 from tidewheel.elastic import layout
-from tidewheel.elastic.process_log import LogTarget
-from tidewheel.errors import ClusterError, ConfigError, OwnershipError, StorageError, TidewheelError
+from tidewheel.elastic.coordinator_actor import CALL_SECONDS, coordinating, taken_away
+from tidewheel.errors import ClusterError, ConfigError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
-from tidewheel.ownership import CHECKPOINTS, Renewal, owning, timing
+from tidewheel.ownership import CHECKPOINTS, Renewal, owning
 from tidewheel.placement import with_labels
 from tidewheel.private_folders import temporary_folder
 from tidewheel.stopping import Stop
@@ -46,17 +45,8 @@ OnProgress = Callable[[dict[str, Any]], None]
 PROGRESS_SECONDS = 0.3
 LOGS_SECONDS = 20.0
 """Time for the tasks that fetch the last log lines of killed workers."""
-CALL_SECONDS = 10.0
-"""Time for the coordinator to answer a call."""
-END_SECONDS = 15.0
-"""Time for the coordinator to write what it has collected."""
 SHOWN = ("setting_changed", "continued_before_decay", "branched")
 """Events that a run without a cluster shows."""
-TAKEN_SECONDS = 10.0
-"""Ray frees the name of a killed driver's coordinator within this time."""
-MISSED_BEATS = 2
-"""A coordinator that is alive notices within this many heartbeats that another driver has taken the run over, and ends.
-After that, it is taken to be frozen."""
 
 
 def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
@@ -177,7 +167,7 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
     config = run.config
     with temporary_folder("train") as bookkeeping:
         with _owning(run.store, take_over) as record, \
-                _coordinator(config, sizes, record.epoch, called) as (name, coordinator), \
+                coordinating(config, sizes, record.epoch, called) as (name, coordinator), \
                 _reporting(coordinator, on_progress), _making_rollouts(run):
             for change in starts.record_start(run.store, config, record.epoch):
                 if change.is_reported:
@@ -192,7 +182,7 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
             try:
                 return trainer.run()
             except (RayActorError, TidewheelError) as error:
-                other = _lost(coordinator, run.store, record.epoch)
+                other = taken_away(coordinator, run.store, record.epoch)
                 if other is None and (isinstance(error, RayActorError) or is_gone(coordinator)):
                     raise lost(error) from error
                 raise error if other is None else other from error
@@ -247,22 +237,6 @@ def _owning(run: storage.Store, take_over: bool) -> contextlib.AbstractContextMa
 
 def _change_detail(change: starts.Change) -> dict[str, Any]:
     return {"setting": change.key, "before": change.before, "now": change.now}
-
-
-def _lost(coordinator: Any, run: storage.Store, epoch: int) -> OwnershipError | None:
-    """Return why the run is no longer this driver's, if that is so."""
-    import ray
-
-    try:
-        lost: OwnershipError | None = ray.get(coordinator.lost.remote(), timeout=CALL_SECONDS)
-    except ray.exceptions.RayError:  # the coordinator is gone, perhaps ended by the driver that took the run over
-        log = CommitLog(run.child(CHECKPOINTS))
-        with contextlib.suppress(StorageError):
-            head = log.head()
-            if head is not None and head.epoch != epoch:
-                return taken_over(log.checkpoints.uri, head)
-        return None
-    return lost
 
 
 def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False,
@@ -415,72 +389,6 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
 
 def _listed(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}{'s' * (name in ('CPU', 'GPU'))}" for name, amount in resources.items())
-
-
-@contextlib.contextmanager
-def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int,
-                 called: float = 0.0) -> Iterator[tuple[str, Any]]:
-    """Yield name and handle of the run's coordinator, an actor on the driver's node that ends with the driver."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from tidewheel.elastic.coordinator import Coordinator, actor_name
-    from tidewheel.elastic.nodes import NAMESPACE
-
-    owned = time.time()
-    run_uri, disk = config.run_uri, config.checkpoint.local_disk
-    name = actor_name(run_uri)
-    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    remote: Any = ray.remote(Coordinator)
-    until = time.monotonic() + min(TAKEN_SECONDS, MISSED_BEATS * timing(storage.store(run_uri)).beat + 1)
-    ended_former = False
-    actor = None
-    while actor is None:
-        try:
-            actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
-                                   scheduling_strategy=on_this_node).remote(
-                                          run_uri, config.elastic, sizes, epoch=epoch,
-                                          memory_tier=bool(config.checkpoint.memory_tier.every_steps),
-                                          local_disk=disk and (Path(disk.folder), disk.limit_bytes),
-                                          log=LogTarget.of(config), node=on_this_node.node_id,
-                                          tensor=config.parallel.tensor, group=config.parallel.group,
-                                          called=called, owned=owned,
-                                          node_history=config.elastic.node_checks.history or config.run.uri)
-        except ValueError:  # the name is taken
-            if time.monotonic() > until:
-                if ended_former:
-                    raise ClusterError("the coordinator of another driver does not end", where=run_uri,
-                                       fix="stop that driver, or choose another run.id") from None
-                _end_former(name, run_uri, epoch)
-                ended_former = True
-                until = time.monotonic() + TAKEN_SECONDS
-            time.sleep(0.5)
-    actor.start.remote(ray.util.get_node_ip_address())
-    try:
-        yield name, actor
-    finally:
-        with contextlib.suppress(Exception):  # the run's outcome matters more than a lost event
-            ray.get(actor.end.remote(), timeout=END_SECONDS)
-        ray.kill(actor)
-
-
-def _end_former(name: str, run_uri: str, epoch: int) -> None:
-    """End the coordinator of the driver that owned the run before this one, which cannot do it: it is frozen.
-
-    Raises:
-        OwnershipError: this driver does not own the run any more either.
-    """
-    import ray
-
-    from tidewheel.elastic.nodes import NAMESPACE
-
-    log = CommitLog(storage.store(run_uri).child(CHECKPOINTS))
-    head = log.head()
-    if head is None or head.epoch != epoch:
-        raise taken_over(log.checkpoints.uri, head)
-    logger.warning("the coordinator of the run's former driver is ended: its driver does not do so")
-    with contextlib.suppress(ValueError):  # it has ended meanwhile
-        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import ray
 import ray.util
 
 from tests.unit.train.helpers import config
-from tidewheel.elastic import coordinator, trainer
+from tidewheel.elastic import coordinator, coordinator_actor
 from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.ownership import acquire
 from tidewheel.storage import store
@@ -62,14 +62,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, taken_
     monkeypatch.setattr(ray, "get", lambda *arguments, **named: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(trainer, "TAKEN_SECONDS", 0.1)
+    monkeypatch.setattr(coordinator_actor, "TAKEN_SECONDS", 0.1)
     settings = config(tmp_path, "run")
     run = store(settings.run_uri)
     acquire(run)
     record = acquire(run, force=True)
     if taken_again:
         acquire(run, force=True)
-    with trainer._coordinator(settings, (1,), record.epoch) as (name, _):
+    with coordinator_actor.coordinating(settings, (1,), record.epoch) as (name, _):
         assert name == coordinator.actor_name(settings.run_uri)
         assert len(cluster.killed) == 1
     return cluster
