@@ -46,7 +46,7 @@ from tidewheel.train.audit import audit
 
 AT_STEP = 33
 STEPS = 240
-MOST_SECONDS = 300.0
+MOST_SECONDS = 600.0
 FROZEN_SECONDS = 10.0
 """How long the driver stands still where it wakes up again."""
 
@@ -202,7 +202,7 @@ class Case:
         taken_over = self._outcome.case != "frozen"
 
         def is_committed() -> bool:
-            if outcome.workers_end is None and not any(psutil.pid_exists(pid) for pid in self._workers):
+            if outcome.workers_end is None and not self._workers & world.trainers().keys():
                 outcome.workers_end = time.time() - at
             head = newest(world)
             if not taken_over:
