@@ -30,8 +30,13 @@ def main() -> int:
                   flush=True)
 
     torch.set_num_threads(1)
-    loop.start_step = slowed(loop.start_step, float(os.environ.get("CHAOS_STEP_SECONDS", "0")), "")
-    storage_faults()
+    slow_step = slowed(loop.start_step, float(os.environ.get("CHAOS_STEP_SECONDS", "0")), "")
+
+    def start_step(*arguments: Any, **named: Any) -> Any:
+        storage_faults()  # from now on: a run whose store is away when it is started says so and ends
+        return slow_step(*arguments, **named)
+
+    loop.start_step = start_step
     try:
         fit_local(load(TrainConfig, sys.argv[1]), on_progress=tell)
     except TidewheelError as error:
