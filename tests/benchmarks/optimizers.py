@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from tests.benchmarks import equivalence, families
-from tests.benchmarks.equivalence import Row
+from tests.benchmarks.equivalence_rows import Row
 from tests.unit.contrib import test_optimizers as contrib
 from tests.unit.train.optim.test_optimizers import ORACLES, Weights, by_hand
 from tidewheel import storage

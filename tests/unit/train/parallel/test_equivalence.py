@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.equivalence import ROWS, run
+from tests.benchmarks.equivalence import run
+from tests.benchmarks.equivalence_rows import ROWS
 
 STEPS = 3
 NAMES = ("DDP, 4 ranks", "ZeRO-1, 4 ranks", "ZeRO-3, 4 ranks", "HSDP 2 x 2", "PP 4, 4 layers", "TP 2 x FSDP 2",
