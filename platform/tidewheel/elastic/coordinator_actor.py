@@ -31,7 +31,18 @@ After that, it is taken to be frozen."""
 @contextlib.contextmanager
 def coordinating(config: TrainConfig, sizes: tuple[int, ...], epoch: int,
                  called: float = 0.0) -> Iterator[tuple[str, Any]]:
-    """Yield name and handle of the run's coordinator, an actor on the driver's node that ends with the driver."""
+    """Yield name and handle of the run's coordinator, an actor on the driver's node that ends with the driver.
+
+    Args:
+        config: the run's settings.
+        sizes: legal numbers of workers.
+        epoch: epoch in which the driver owns the run.
+        called: Unix time at which the driver was asked to train; 0.0: do not measure the start.
+
+    Raises:
+        ClusterError: the coordinator of another driver does not end.
+        OwnershipError: another driver has taken over the run.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -95,7 +106,13 @@ def _end_former(name: str, run_uri: str, epoch: int) -> None:
 
 
 def taken_away(coordinator: Any, run: storage.Store, epoch: int) -> OwnershipError | None:
-    """Return why the run is no longer this driver's, if that is so."""
+    """Return why the run is no longer this driver's, if that is so.
+
+    Args:
+        coordinator: handle of the run's coordinator.
+        run: the run's folder.
+        epoch: epoch in which the driver owned the run.
+    """
     import ray
 
     try:

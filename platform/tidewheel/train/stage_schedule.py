@@ -25,6 +25,7 @@ from tidewheel.train.average import Average
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from tidewheel.models.decoder import Decoder
     from tidewheel.train.config import TrainConfig
@@ -42,7 +43,7 @@ class RunningStage:
     """Number of stages."""
     part: Decoder
     """The stage. Its parameters are the newest weights between two calls of `Passes`."""
-    group: Any
+    group: ProcessGroup
     """Process group of the stages, in order."""
     device: torch.device
     dtype: torch.dtype

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tidewheel.train.parallel.config import ParallelConfig
     from tidewheel.train.policy.config import RolloutsConfig
     from tidewheel.train.record import TrainResult
+    from tidewheel.train.stage_schedule import StageSchedule
 
 Settings = Mapping[str, Setting]
 """Settings of a group by name. Settings that are not given keep the configuration's values."""
@@ -70,6 +71,7 @@ class Train:
                  optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None,
+                 stage_schedule: str | Settings | StageSchedule | None = None,
                  compression: str | Settings | Compression | None = None,
                  outer: Settings | OuterConfig | None = None, steps: int | None = None, seed: int | None = None,
                  neftune_alpha: float | None = None,
@@ -103,6 +105,7 @@ class Train:
             "run": run, "data": reading, "model": model, "adapter": adapter, "objective": objective,
             "rollouts": rollouts,
             "optimizer": optimizer, "schedule": schedule, "batch": batch, "parallel": parallel,
+            "stage_schedule": stage_schedule,
             "compression": compression, "outer": outer, "steps": steps, "seed": seed, "neftune_alpha": neftune_alpha,
             "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32,
             "reproducible": reproducible, "compile": compile, "compile_cache": compile_cache, "run_ahead": run_ahead,
