@@ -31,7 +31,8 @@ def work():
     with stopping({save}):
         try:
             print("ready", flush=True)
-            time.sleep(60)
+            for _ in range(600):  # a signal between two instructions does not wake a sleep that begins just then
+                time.sleep(0.1)
         finally:
             print("cleaning", flush=True)
             time.sleep({cleaning_seconds})
