@@ -177,6 +177,7 @@ def test_corruption_names_the_nodes_of_its_evidence(run: Recorded) -> None:
     run.event(15, "resume", step=5, world_size=1, generation=1, redo=5).train(15, range(6, 20), 1, B, redone=5)
     [_, found] = run.told().incidents
     assert (found.cause.key, found.nodes, found.redone) == ("corruption", ("10.0.0.1",), 5)
+    assert found.text == "gradient of rank 0"
 
 
 def test_a_rollback_costs_the_steps_that_it_undoes(run: Recorded) -> None:
@@ -226,6 +227,22 @@ def test_a_driver_that_starts_another_coordinator_is_told_apart_from_another_dri
     run.event(54, "resume", step=8, world_size=2, generation=1_000_000, redo=2)
     run.train(54, range(9, 15), 1_000_000, A, B, redone=2)
     assert [item.cause.key for item in run.told().incidents if item.time == BEGAN + 50] == ["coordinator_lost"]
+
+
+def test_an_upload_of_a_former_driver_is_no_fault_of_the_storage(run: Recorded) -> None:
+    run.begin().event(9, "upload_failed", reason="s3://b/run: the run was taken over by process 1 on vm at 3 (epoch 1)")
+    run.event(9.5, "upload_failed", reason="[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    run.event(10, "upload_failed", reason="503 slow down")
+    assert [(item.cause.key, item.text) for item in run.told().incidents[1:]] == [("storage", "503 slow down")]
+
+
+def test_waiting_for_other_workers_counts_as_goodput(run: Recorded) -> None:
+    run.begin()
+    before = run.told().goodput
+    assert before is not None
+    for line in run.ledger[::2]:
+        line["category"] = "communication"
+    assert run.told().goodput == before
 
 
 def test_a_local_run_that_was_killed_and_goes_on(run: Recorded) -> None:

@@ -20,7 +20,7 @@ from tidewheel.report.explain.health import Health, Owner, health
 from tidewheel.report.explain.incidents import Incident, incidents
 from tidewheel.storage import Store
 from tidewheel.train.node_checks_config import NodeChecksConfig
-from tidewheel.train.time_ledger import summarise
+from tidewheel.train.time_ledger import COUNTED, summarise
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def of(uri: str, run: dict[str, Any], state: Health, events: Sequence[Event], me
     ends = (*metrics[:1], *metrics[-1:])
     times = [event.time for event in events] + [float(line["time"]) for line in ends if "time" in line]
     worker_seconds = sum(part["end"] - part["start"] for part in ledger)
-    productive = sum(part["end"] - part["start"] for part in ledger if part["category"] == "productive")
+    productive = sum(part["end"] - part["start"] for part in ledger if part["category"] in COUNTED)
     return Account(
         run=str(run.get("id") or uri.rstrip("/").rpartition("/")[2]), uri=uri, health=state,
         began=min(times, default=0.0), ended=max(times, default=0.0),

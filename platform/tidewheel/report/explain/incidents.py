@@ -181,7 +181,7 @@ class _Teller:
                 self._told.add(id(found))
                 nodes = self._named(nodes_of(found)) or nodes
                 ranks = tuple(found.detail.get("ranks", ())) or ranks
-                text = str(found.detail.get("found", found.detail.get("what", text)))
+                text = str(found.detail.get("what" if key == "corruption" else "found", text))
         if key == "error" and final:
             key = "failed_for_good"
         return Incident(CAUSES[key], event.time, event.step, text, nodes, ranks, final=final)
@@ -226,6 +226,8 @@ class _Teller:
             elif event.kind == "corruption":
                 result.append(Incident(CAUSES["corruption"], event.time, event.step, str(detail.get("what", "")),
                                        self._named(nodes_of(event)), tuple(detail.get("ranks", ()))))
+            elif event.kind == "upload_failed" and _is_echo(str(detail.get("reason", ""))):
+                continue
             elif event.kind in ALONE:
                 key, fields = ALONE[event.kind]
                 text = ": ".join(str(detail[name]) for name in fields if detail.get(name) not in (None, ""))
@@ -245,6 +247,11 @@ class _Teller:
     def _named_ranks(self, generation: Any, ranks: Iterable[int]) -> tuple[str, ...]:
         hosts = [self._names.of_rank(generation, rank) for rank in ranks]
         return tuple(dict.fromkeys(host for host in hosts if host))
+
+
+def _is_echo(reason: str) -> bool:
+    """Return whether an upload failed by the loss of a worker or by the next driver, of which the run tells anyway."""
+    return "the run was taken over by" in reason or of_error(reason) == "network"
 
 
 def _add(cost: dict[str, float], more: dict[str, float]) -> None:
