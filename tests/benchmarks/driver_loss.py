@@ -14,8 +14,8 @@ it.
 
 `old workers end` is the time from the signal until the last of the old driver's workers has ended, `next step` that
 until the first step that the run had not done before, by the workers' own records, `checkpoint` that until the next
-committed one. The second table has what `next step` consists of: `driver ends` until the killed driver's process (or
-that of a killed coordinator) has ended, `driver starts` until the new driver's process has imported what it needs and
+committed one. The second table has what `next step` consists of: `driver ends` until the killed driver's process
+has ended (0 for one that lives on), `driver starts` until the new driver's process has imported what it needs and
 connected to Ray, and the parts of its event `started`. The exit code is 1 if a run does not continue, if the old driver
 commits anything after it has woken up, or if the audit fails.
 """
@@ -231,7 +231,8 @@ class Case:
         started = next(event for event in self._world.events("started") if event["time"] > at)
         called = started["time"] - started["detail"]["seconds"]
         old = self._world.drivers[0]
-        ended = old.ended - at if self._second is None else 0.0  # a frozen driver has not ended
+        # a frozen driver has not ended, nor has one that starts another coordinator before the run is over
+        ended = old.ended - at if self._second is None and at < old.ended < called + 1 else 0.0
         return {"driver ends": ended, "driver starts": called - at - ended, **started["detail"]["parts"]}
 
     def _until(self, condition: Callable[[], bool], problem: str) -> None:
@@ -243,7 +244,6 @@ class Case:
             if time.monotonic() > until:
                 raise RuntimeError(f"{self._outcome.case}: {problem}: {self._state()}")
             time.sleep(0.05)
-
 
     def _state(self) -> str:
         """Return what is known of a run that does not go on."""
