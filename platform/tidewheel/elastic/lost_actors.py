@@ -41,8 +41,9 @@ def is_gone(actor: Any) -> bool:
 
 def lost(error: BaseException) -> LostActorError:
     """Return an error that says which failure ended an actor."""
-    reason = str(error).strip().splitlines()[0]
-    return LostActorError(f"the coordinator or Ray Train's controller died: {reason}", where="elastic",
+    from tidewheel.elastic.ray_process import one_line  # imports Ray
+
+    return LostActorError(f"the coordinator or Ray Train's controller died: {one_line(error)}", where="elastic",
                           fix="see whether the driver's machine ran out of memory (dmesg), and Ray's logs; started "
                               "again, the run continues from its newest state")
 

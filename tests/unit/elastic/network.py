@@ -31,6 +31,8 @@ CHUNK = 1 << 14
 RESENT_SECONDS = 0.2
 """TCP sends a lost packet again after this time, twice as late each further time."""
 LOOK_SECONDS = 0.01
+TOKEN = "secret"
+"""Of the coordinators behind networks and relays."""
 PIECES_A_SECOND = 20
 """A slow link delivers this many pieces a second."""
 

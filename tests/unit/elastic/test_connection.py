@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.elastic.network import Network, network
+from tests.unit.elastic.network import TOKEN, Network, network
 from tidewheel.elastic import client, connection, sessions
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import DeliveryLog
 from tidewheel.elastic.messages import Beat, Hello, Stop, WorkerEvent, WorkerMessage
 from tidewheel.elastic.server import Server
-
-TOKEN = "secret"
 
 
 class Handler(sessions.Handler):
@@ -72,14 +70,6 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 @pytest.fixture
 def handler() -> Handler:
     return Handler()
-
-
-@pytest.fixture
-def server(handler: Handler) -> Iterator[Server]:
-    running = Server("127.0.0.1", TOKEN, handler)
-    running.start()
-    yield running
-    running.stop()
 
 
 @pytest.fixture

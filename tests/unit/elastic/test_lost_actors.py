@@ -35,7 +35,11 @@ def test_an_attempt_knows_the_loss_before_it():
     assert outliving(failing(2, seen), Clock(1.0)) == "trained"
     assert seen[0] is None
     assert ["died 1" in str(seen[1]), "died 2" in str(seen[2])] == [True, True]
-    assert "second line" not in str(seen[1])
+    assert "died 1 second line" in str(seen[1]).splitlines()[0]
+
+
+def test_an_error_without_a_text_is_named():
+    assert "RuntimeError" in str(lost(RuntimeError()))
 
 
 def test_many_losses_in_a_short_time_end_the_run():

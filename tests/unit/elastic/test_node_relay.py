@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.elastic.network import network
+from tests.unit.elastic.network import TOKEN, network
 from tests.unit.elastic.relay_process import RelayProcess
 from tests.unit.elastic.test_connection import until
 from tidewheel.checkpoint.memory_tier.protocol import Address
@@ -41,7 +41,6 @@ from tidewheel.elastic.outgoing import ANY_RANK, Outgoing, with_rank
 from tidewheel.elastic.server import Server
 from tidewheel.train.history import RunHistory
 
-TOKEN = "secret"
 TABLE = MemoryPlacement(AgentTable((Address("h0", 1), Address("h1", 2)), {"rack": (0, 1)}, "t"), ((0, 2, 4),))
 
 
@@ -101,14 +100,6 @@ class Worker:
 @pytest.fixture
 def handler() -> Handler:
     return Handler()
-
-
-@pytest.fixture
-def server(handler: Handler) -> Iterator[Server]:
-    running = Server("127.0.0.1", TOKEN, handler)
-    running.start()
-    yield running
-    running.stop()
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.unit.elastic.network import TOKEN
 from tests.unit.elastic.relay_process import RelayProcess, relay_process
 from tests.unit.elastic.test_connection import until
-from tests.unit.elastic.test_node_relay import TOKEN, Handler, Worker, send
+from tests.unit.elastic.test_node_relay import Handler, Worker, send
 from tidewheel.elastic.messages import Abort, WorkerEvent
 from tidewheel.elastic.server import Server
 
@@ -20,14 +21,6 @@ RELAY_SECONDS = 1.0
 @pytest.fixture
 def handler() -> Handler:
     return Handler()
-
-
-@pytest.fixture
-def server(handler: Handler) -> Iterator[Server]:
-    running = Server("127.0.0.1", TOKEN, handler)
-    running.start()
-    yield running
-    running.stop()
 
 
 @pytest.fixture
