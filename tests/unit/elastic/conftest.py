@@ -1,4 +1,4 @@
-"""The coordinator's server, for tests of connections and relays. Each file has its own `handler`, whose calls it checks."""
+"""The coordinator's server, for tests of connections and relays. Each file has its own `handler`."""
 
 from __future__ import annotations
 
