@@ -140,7 +140,9 @@ if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
     assert "import vllm" in lines[3]
     subprocess.run([*script, str(tmp_path / "vllm"), "cuda"], env=environment, check=True)
     assert re.search(r"install vllm==\d+\.\d+\.\d+$", calls.read_text().splitlines()[5])
-    assert subprocess.run([*script, "x", "tpu"], env=environment, capture_output=True, check=False).returncode == 2
+    unknown = [*script, str(tmp_path / "tpu"), "tpu"]
+    assert subprocess.run(unknown, env=environment, capture_output=True, check=False).returncode == 2
+    assert not (tmp_path / "tpu").exists()
     assert subprocess.run(script, env=environment, capture_output=True, check=False).returncode != 0
 
 
