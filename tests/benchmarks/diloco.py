@@ -16,7 +16,8 @@ are compared with the fp32 gradients that a ring all-reduce among as many groups
 groups x 4 bytes (and receives as many).
 
 A run that is in the output folder is not trained again. The exit code is 1 if a row sends less than 100 times fewer
-bytes, if its loss is more than `REACH` above that of the run without groups, or if the killed group did not come back.
+bytes, if its loss is more than `REACH` above that of the run without groups with the same initial values, or if the
+killed group did not come back.
 """
 
 from __future__ import annotations
@@ -155,6 +156,51 @@ def measured(configs: list[TrainConfig], parameters: int) -> Measured:
     return Measured(statistics.mean(losses), sent, read, states, len(first), complete, waited)
 
 
+def trained(row: Row, folder: Path, data: str, options: argparse.Namespace) -> list[Measured]:
+    """Train a row with each initial value, and return its figures."""
+    found = []
+    for seed in range(1, 1 + (row.seeds or options.seeds)):
+        configs = [config(folder, data, row, group, seed, options.steps, options.every) for group in range(row.groups)]
+        if row.killed:
+            with_a_kill(configs, folder)
+        else:
+            train_together(configs, train_unless_complete)
+        parameters = storage.store(configs[0].run_uri).read_json("run.json")["parameters"]
+        found.append(measured(configs, parameters))
+    return found
+
+
+def line(row: Row, found: list[Measured], one_run: list[Measured]) -> tuple[dict[str, Any], list[str]]:
+    """Return a row's line of the table, and what is wrong with it.
+
+    Args:
+        row: the row.
+        found: its figures, by initial value.
+        one_run: those of the run without groups, for at least as many initial values.
+    """
+    loss = statistics.mean(each.loss for each in found)
+    shown = {"run": row.name, "seeds": len(found), "loss": f"{loss:.3f}"}
+    if row.groups == 1:
+        columns = ("above one run", "rounds", "sent", "received", "all-reduce", "times fewer", "states", "waited, s")
+        return {**shown, **dict.fromkeys(columns, "")}, []
+    above = statistics.mean(each.loss - other.loss for each, other in zip(found, one_run, strict=False))
+    ring = 2 * (row.groups - 1) / row.groups * 4
+    sent, received, states = (statistics.mean(getattr(each, name) for each in found)
+                              for name in ("sent", "received", "states"))
+    sent, received = sent + row.together * ring, received + row.together * ring
+    shown |= {"above one run": f"{above:+.3f}", "rounds": f"{found[0].rounds}, all in {found[0].complete}",
+              "sent": f"{sent:.4f}", "received": f"{received:.4f}", "all-reduce": f"{ring:g}",
+              "times fewer": f"{ring / sent:,.0f}", "states": f"{states:.4f}", "waited, s": f"{found[0].waited:.1f}"}
+    wrong = []
+    if row.checked and above > REACH:
+        wrong.append(f"{row.name}: loss {loss:.3f}, {above:.3f} above one run")
+    if ring / sent < FEWER and row.outer.get("quantise") and not row.together:
+        wrong.append(f"{row.name}: {ring / sent:.0f} times fewer bytes")
+    if row.killed and not 0 < found[0].complete < found[0].rounds:
+        wrong.append(f"{row.name}: {found[0].complete} of {found[0].rounds} rounds had all groups")
+    return shown, wrong
+
+
 def main() -> int:
     """Train all rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,40 +212,13 @@ def main() -> int:
     torch.set_num_threads(1)
     folder, began = Path(options.output).resolve(), time.monotonic()
     data = families.made_data(str(folder))
+    one_run = trained(ONE, folder, data, options)
     table, wrong = [], []
-    base: float | None = None
     for row in ROWS_OF_TABLE:
-        found = []
-        for seed in range(1, 1 + (row.seeds or options.seeds)):
-            configs = [config(folder, data, row, group, seed, options.steps, options.every)
-                       for group in range(row.groups)]
-            if row.killed:
-                with_a_kill(configs, folder)
-            else:
-                train_together(configs, train_unless_complete)
-            parameters = storage.store(configs[0].run_uri).read_json("run.json")["parameters"]
-            found.append(measured(configs, parameters))
-        loss = statistics.mean(each.loss for each in found)
-        line = {"run": row.name, "seeds": len(found), "loss": f"{loss:.3f}"}
-        if row.groups == 1:
-            base = loss
-            columns = ("rounds", "sent", "received", "all-reduce", "times fewer", "states", "waited, s")
-            table.append({**line, **dict.fromkeys(columns, "")})
-            continue
-        assert base is not None
-        ring = 2 * (row.groups - 1) / row.groups * 4
-        sent, received, states = (statistics.mean(getattr(each, name) for each in found)
-                                  for name in ("sent", "received", "states"))
-        sent, received = sent + row.together * ring, received + row.together * ring
-        table.append({**line, "rounds": f"{found[0].rounds}, all in {found[0].complete}", "sent": f"{sent:.4f}",
-                      "received": f"{received:.4f}", "all-reduce": f"{ring:g}", "times fewer": f"{ring / sent:,.0f}",
-                      "states": f"{states:.4f}", "waited, s": f"{found[0].waited:.1f}"})
-        if row.checked and loss > base + REACH:
-            wrong.append(f"{row.name}: loss {loss:.3f}, {loss - base:.3f} above one run")
-        if ring / sent < FEWER and row.outer.get("quantise") and not row.together:
-            wrong.append(f"{row.name}: {ring / sent:.0f} times fewer bytes")
-        if row.killed and not 0 < found[0].complete < found[0].rounds:
-            wrong.append(f"{row.name}: {found[0].complete} of {found[0].rounds} rounds had all groups")
+        found = one_run if row is ONE else trained(row, folder, data, options)
+        shown, problems = line(row, found, one_run)
+        table.append(shown)
+        wrong += problems
     tokens = options.steps * ROWS * families.LENGTH
     print_table(table, title=f"validation loss after {tokens:,} tokens, rounds every {options.every} steps; bytes of a "
                 "group per step and parameter")
