@@ -30,7 +30,7 @@ SILENT_SECONDS = 5.0
 """Ask storage when the coordinator has not answered for this long, or for `MISSED_ANSWERS` if that is longer."""
 MISSED_ANSWERS = 3
 AGAIN_SECONDS = 5.0
-"""Longest time between two questions of a worker, in a run of up to 250 workers without relays."""
+"""Time between two questions of a worker, on average, in a run of up to 250 workers without relays."""
 QUESTIONS_A_SECOND = 50
 """Questions of all workers and relays of a run together, on average. Each is two requests to the store."""
 LOOK_SECONDS = 0.5
@@ -75,7 +75,7 @@ class OwnerWatch:
                 self._closed.set()
                 self._on_taken_over(reason)
                 return
-            self._closed.wait(JITTER.uniform(0.5, 1.0) * max(AGAIN_SECONDS, self._spread()))
+            self._closed.wait(JITTER.uniform(0.75, 1.25) * max(AGAIN_SECONDS, self._spread()))
 
     def _spread(self) -> float:
         """Return the seconds in which all workers of the run may ask once."""
