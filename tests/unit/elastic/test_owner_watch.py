@@ -100,8 +100,9 @@ def test_the_coordinator_answers_a_worker_that_gets_no_orders(server: Server, mo
         worker.client.send(Beat(-1, 0))
 
         def is_answered() -> bool:
+            answered = worker.client.unanswered == 0.0
             worker.client.send(Beat(-1, 0))
-            return worker.client.unanswered == 0.0
+            return answered
 
         until(is_answered)
     assert worker.received == []
