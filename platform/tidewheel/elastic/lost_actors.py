@@ -23,10 +23,10 @@ MOST_LOSSES, WITHIN_SECONDS = 10, 600.0
 ANSWER_SECONDS = 10.0
 """Time for the coordinator to answer a call."""
 PING_SECONDS, PAUSE_SECONDS = 5.0, 1.0
-"""Time for the coordinator to answer a ping, and between two pings."""
+"""Time for the coordinator to answer a ping, and between two looks for the answer."""
 MISSED_PINGS = 4
-"""A coordinator that misses this many pings in a row, in 24 s, is frozen. The controller waits 30 s for an answer, and
-then the run would fail. A driver that stood still itself misses one at most."""
+"""A coordinator that has not answered at this many looks in a row, in 24 s, is frozen. The controller waits 30 s for an
+answer, and then the run would fail. A driver that stood still itself misses one at most."""
 
 
 class LostActorError(ClusterError):
@@ -78,18 +78,20 @@ def _watch(coordinator: Any, ended: threading.Event) -> None:
 
     missed = 0
     listens = False  # before it does, its start may take long
+    answer = coordinator.endpoint.remote()
     while not ended.wait(PAUSE_SECONDS):
-        call = coordinator.lost if listens else coordinator.endpoint
         try:
-            ray.get(call.remote(), timeout=PING_SECONDS)
+            ray.get(answer, timeout=PING_SECONDS)
             missed = 0
             listens = True
+            answer = coordinator.lost.remote()
         except ray.exceptions.GetTimeoutError:
             missed += listens
         except ray.exceptions.RayError:
             return  # it has ended: the controller notices
         if missed == MISSED_PINGS and not ended.is_set():
-            logger.warning("the coordinator is frozen: it has missed %d pings in a row. It is ended", missed)
+            logger.warning("the coordinator is frozen and is ended: it has not answered a ping for %g s",
+                           missed * (PING_SECONDS + PAUSE_SECONDS))
             ray.kill(coordinator)
             return
 
