@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from tidewheel import storage
@@ -83,15 +82,15 @@ class OwnerWatch:
 
     def _reason(self) -> str:
         """Return why the workers must end; "" if the run is still theirs, or if storage does not tell."""
-        began = time.monotonic()
         try:
             log = CommitLog(storage.store(self._endpoint.run).child(CHECKPOINTS))
             head = log.head()
         except StorageError as error:
             logger.warning("the coordinator is silent, and the run's owner is unknown: %s", error)
             return ""
-        logger.info("the coordinator has not answered for %.1f s; the run's owner is %s (asked in %.1f s)",
-                    self._unanswered(), head and f"that of epoch {head.epoch}", time.monotonic() - began)
+        epoch = -1 if head is None else head.epoch
+        logger.info("the coordinator has not answered for %.1f s; epoch %d owns the run, and this process is of %d",
+                    self._unanswered(), epoch, self._endpoint.epoch)
         if head is None or head.epoch <= self._endpoint.epoch:
             return ""
         return taken_over(log.checkpoints.uri, head).what
