@@ -51,7 +51,6 @@ class OwnerWatch:
         self._unanswered = unanswered
         self._on_taken_over = on_taken_over
         self._represented = represented
-        self._silent_seconds = max(SILENT_SECONDS, MISSED_ANSWERS * answer_seconds(endpoint.workers))
         self._closed = threading.Event()
         if endpoint.epoch >= 0:
             threading.Thread(target=self._watch, name="owner watch", daemon=True).start()
@@ -62,13 +61,13 @@ class OwnerWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_SECONDS):
-            if self._unanswered() >= self._silent_seconds:
+            if self._is_silent():
                 # not all workers at once, and after a moment for one that stood still itself to read its answers
                 self._closed.wait(LOOK_SECONDS + JITTER.random() * self._spread())
                 self._ask_while_silent()
 
     def _ask_while_silent(self) -> None:
-        while self._unanswered() >= self._silent_seconds and not self._closed.is_set():
+        while self._is_silent() and not self._closed.is_set():
             reason = self._reason()
             if reason:
                 self._closed.set()
@@ -76,9 +75,16 @@ class OwnerWatch:
                 return
             self._closed.wait(JITTER.uniform(0.75, 1.25) * max(AGAIN_SECONDS, self._spread()))
 
+    def _is_silent(self) -> bool:
+        return self._unanswered() >= max(SILENT_SECONDS, MISSED_ANSWERS * answer_seconds(self._connections()))
+
     def _spread(self) -> float:
         """Return the seconds in which all workers of the run may ask once."""
-        return self._endpoint.workers / max(1, self._represented()) / QUESTIONS_A_SECOND
+        return self._connections() / QUESTIONS_A_SECOND
+
+    def _connections(self) -> int:
+        """Return the number of connections to the coordinator, if all are like this one."""
+        return self._endpoint.workers // max(1, self._represented())
 
     def _reason(self) -> str:
         """Return why the workers must end; "" if the run is still theirs, or if storage does not tell."""
