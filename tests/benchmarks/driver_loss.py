@@ -7,6 +7,8 @@ it.
 
 - killed: SIGKILL to the driver. A second one is started half a second later.
 - coordinator killed: SIGKILL to the coordinator alone. The driver must end by itself, and is started again.
+- coordinator frozen: SIGSTOP to the coordinator alone. Training must go on; the driver must end the coordinator and
+  start another.
 - frozen: SIGSTOP to the driver alone. Training must go on; then the driver wakes up.
 - frozen, taken over: SIGSTOP to the driver alone; a second one is started with --take-over.
 - host frozen: SIGSTOP to the driver, the coordinator and Ray Train's controller, as if their machine stood still. A
@@ -106,7 +108,8 @@ class Case:
         world = self._world
         self._until(lambda: world.step >= AT_STEP and has_checkpoints(world), "the run did not start")
         self._workers = set(world.trainers())
-        actions = {"killed": self._kill, "coordinator killed": self._kill_coordinator, "frozen": self._freeze,
+        actions = {"killed": self._kill, "coordinator killed": self._kill_coordinator,
+                   "coordinator frozen": self._freeze_coordinator, "frozen": self._freeze,
                    "frozen, taken over": self._freeze_and_take_over, "host frozen": self._freeze_host}
         actions[self._outcome.case]()
         (world.folder / "hurry").touch()
@@ -129,6 +132,14 @@ class Case:
         at, before = time.time(), newest(self._world)
         os.kill(pid, signal.SIGKILL)
         self._measure(at, before)
+
+    def _freeze_coordinator(self) -> None:
+        [pid] = self._beside("ray::Coordinator")
+        at, before = time.time(), newest(self._world)
+        os.kill(pid, signal.SIGSTOP)
+        self._measure(at, before)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
     def _freeze(self) -> None:
         pid = self._driver()
@@ -253,7 +264,7 @@ class Case:
         return f"step {world.step}, events {kinds[-20:]}, drivers {errors}"
 
 
-CASES = ("killed", "coordinator killed", "frozen", "frozen, taken over", "host frozen")
+CASES = ("killed", "coordinator killed", "coordinator frozen", "frozen", "frozen, taken over", "host frozen")
 
 
 def measure(folder: Path, case: str, step_seconds: float) -> Outcome:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 
 import pytest
 
@@ -31,6 +33,28 @@ def test_a_driver_outlives_its_coordinator_and_its_controller(tmp_path):
         assert [driver.code for driver in world.drivers] == [0]
     assert [event["kind"] for event in world.events("driver_start", "coordinator_lost")] == [
         "driver_start", *["driver_start", "coordinator_lost"] * 2]
+    audited = audit(config.run_uri)
+    assert audited.ok, audited.summary()
+    assert digest(config.run_uri).state == digest(reference.run_uri).state
+
+
+@pytest.mark.long
+def test_a_driver_ends_a_coordinator_that_freezes(tmp_path):
+    prepare(tmp_path)
+    config, reference = (settings(tmp_path, name, 300, workers=2, overrides=("reproducible=true",))
+                         for name in ("run", "undisturbed"))
+    fit_local(reference)
+    with disturbed_run(tmp_path, config, nodes=2, step_seconds=0.1, CHAOS_HURRY=str(tmp_path / "hurry")) as world:
+        assert world.wait_for(lambda: world.step >= 10, MOST_SECONDS)
+        [frozen] = world.beside("Coordinator")
+        os.kill(frozen, signal.SIGSTOP)
+        assert world.wait_for(lambda: bool(world.events("coordinator_lost")), MOST_SECONDS)
+        (tmp_path / "hurry").touch()
+        world.over.wait(timeout=MOST_SECONDS)
+        assert world.finished
+        assert [driver.code for driver in world.drivers] == [0]
+    assert [event["kind"] for event in world.events("driver_start", "coordinator_lost")] == [
+        "driver_start", "driver_start", "coordinator_lost"]
     audited = audit(config.run_uri)
     assert audited.ok, audited.summary()
     assert digest(config.run_uri).state == digest(reference.run_uri).state

@@ -18,6 +18,7 @@ from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.node_relay import NodeRelay
 from tidewheel.elastic.nodes import NAMESPACE
 from tidewheel.elastic.process_log import LogTarget, ProcessLog
+from tidewheel.errors import OwnershipError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,49 @@ START_SECONDS = 30.0
 LEAVE_SECONDS = 2.0
 LOG_SECONDS = 5.0
 """Time for all agents to write the last lines of their logs."""
+
+
+class CurrentRelay:
+    """The relay of a node to the coordinator of the newest epoch.
+
+    Args:
+        host: address of the node.
+        node: id of the node.
+    """
+
+    def __init__(self, host: str, node: str) -> None:
+        self._host = host
+        self._node = node
+        self._endpoint: Endpoint | None = None
+        self._relay: NodeRelay | None = None
+        self._lock = threading.Lock()
+
+    def to(self, endpoint: Endpoint) -> tuple[str, int]:
+        """Return the address of the relay to a coordinator; start it if need be.
+
+        The relay to an earlier coordinator ends. If that was of an older epoch, the relay tells its workers to end.
+
+        Args:
+            endpoint: where the coordinator listens.
+
+        Raises:
+            OwnershipError: the coordinator of a newer epoch has a relay here.
+        """
+        with self._lock:
+            former = self._endpoint
+            if former is not None and endpoint.epoch < former.epoch:
+                raise OwnershipError(f"the run was taken over: this node has a relay of epoch {former.epoch}",
+                                     where=endpoint.run, fix="nothing to do: the newer epoch's driver trains the run")
+            if self._relay is None or former is None or former.address != endpoint.address or not self._relay.runs:
+                if self._relay is not None and former is not None and endpoint.epoch > former.epoch:
+                    self._relay.dismiss(f"the run was taken over (epoch {endpoint.epoch})")
+                elif self._relay is not None:
+                    self._relay.stop()
+                relay = NodeRelay(self._host, endpoint, self._node, lambda: logger.info("the relay ends"))
+                relay.start()
+                self._relay = relay
+                self._endpoint = endpoint
+            return self._relay.address
 
 
 class AgentActor:
@@ -45,10 +89,8 @@ class AgentActor:
         from tidewheel.checkpoint.memory_tier.agent import NICENESS, Agent
 
         self._token = token
-        self._node = node
         self._host = ray.util.get_node_ip_address()
-        self._relay: tuple[Endpoint, NodeRelay] | None = None
-        self._lock = threading.Lock()
+        self._relay = CurrentRelay(self._host, node)
         self._log = ProcessLog(log, "agent", node)
         os.nice(NICENESS)
         # the agent stops when it is no longer needed; Ray frees the actor's name when the process ends
@@ -60,19 +102,8 @@ class AgentActor:
         return tuple(self._agent.address), self._token  # type: ignore[return-value]
 
     def relay(self, endpoint: Endpoint) -> tuple[str, int]:
-        """Return where the workers of the node connect so that they share one connection to the coordinator.
-
-        Args:
-            endpoint: where the coordinator listens; a new one ends the relay to an earlier one.
-        """
-        with self._lock:
-            if self._relay is None or self._relay[0].address != endpoint.address or not self._relay[1].runs:
-                if self._relay is not None:
-                    self._relay[1].stop()
-                relay = NodeRelay(self._host, endpoint, self._node, lambda: logger.info("the relay ends"))
-                relay.start()
-                self._relay = (endpoint, relay)
-            return self._relay[1].address
+        """Return where the workers of the node connect so that they share one connection to the coordinator."""
+        return self._relay.to(endpoint)
 
     def close_log(self) -> None:
         """Write the last lines of the agent's log."""

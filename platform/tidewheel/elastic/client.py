@@ -88,6 +88,7 @@ class Client:
         self._connections = 0
         self._former: socket.socket | None = None  # through the relay, until the coordinator uses another
         self._broken_line = False  # a relay did not take a message in time, perhaps a part of it
+        self._waits_since: float | None = None  # monotonic time of the first message since the last answer
         self._closing = False
         self._dismissed = False  # the coordinator ended the session
         self._connected = threading.Event()
@@ -107,9 +108,20 @@ class Client:
         """Whether the coordinator has accepted this worker."""
         return bool(self._session)
 
+    @property
+    def unanswered(self) -> float:
+        """Seconds since the first message that the coordinator, or the relay, has not answered; 0.0 if there is none.
+
+        It answers within `connection.answer_seconds` and the time between two heartbeats.
+        """
+        since = self._waits_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def send(self, message: WorkerMessage) -> None:
         """Send a message now, or after the next reconnect."""
         with self._lock:
+            if self._waits_since is None:
+                self._waits_since = time.monotonic()
             if isinstance(message, FLEETING):
                 frame = FromWorker(message, received=self._log.received)
             else:
@@ -171,6 +183,7 @@ class Client:
 
     def _receive(self, line: bytes) -> None:
         frame = decode_from_coordinator(line)
+        self._waits_since = None
         with self._lock:
             self._log.acknowledge(frame.received)
         if self._former is not None:  # the coordinator has taken up this connection

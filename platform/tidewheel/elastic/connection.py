@@ -27,6 +27,18 @@ RESET_SECONDS = 1.0
 RECEIVE_BYTES = 1 << 16
 ACKNOWLEDGED = 64
 """Messages of a worker between two acknowledgements by the coordinator."""
+ANSWER_SECONDS = 1.0
+ANSWERS_A_SECOND = 2048
+"""Answers to all workers together, at most."""
+
+
+def answer_seconds(workers: int) -> float:
+    """Return the time after which the coordinator answers the next message of a worker, so that it knows it is heard.
+
+    Args:
+        workers: number of workers with connections of their own.
+    """
+    return max(ANSWER_SECONDS, workers / ANSWERS_A_SECOND)
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,12 @@ class Endpoint:
     """The run's token."""
     runs: bool = False
     """A generation has formed: a worker that starts now may get a rank at once."""
+    run: str = ""
+    """URI of the run."""
+    epoch: int = -1
+    """Epoch of the coordinator's driver; -1: it cannot be taken over."""
+    workers: int = 1
+    """Largest number of ranks."""
 
 
 @dataclass

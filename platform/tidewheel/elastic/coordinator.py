@@ -154,7 +154,11 @@ class Coordinator:
         if self._server is None:
             raise ClusterError(f"the coordinator cannot listen: {self._problem}", where="elastic.coordinator",
                                fix="the driver's machine must be able to listen at its own address")
-        return Endpoint(self._server.address, self._token, self._snapshot.generation >= 0)
+        return self._endpoint_of(self._server)
+
+    def _endpoint_of(self, server: Server) -> Endpoint:
+        return Endpoint(server.address, self._token, self._snapshot.generation >= 0, self._run.uri, self._epoch,
+                        self._membership.largest)
 
     def relay(self, node: str) -> tuple[str, int] | None:
         """Return where the workers of a node connect to share a connection; None if they connect directly."""
@@ -511,7 +515,7 @@ class Coordinator:
                 self._rendezvous = (host, self._store.port)
             self._server = server
             if self._agents is not None and self._elastic.relayed:
-                self._agents.relay_to(Endpoint(server.address, self._token))
+                self._agents.relay_to(self._endpoint_of(server))
             logger.info("the coordinator listens at %s:%d", *server.address)
         except Exception as error:  # `endpoint` raises it
             self._problem = f"{type(error).__name__}: {error}"

@@ -32,9 +32,11 @@ from tidewheel.elastic.messages import (
     Raise,
     StepDone,
     Stop,
+    TakenOver,
     WorkerEvent,
     WorkerMessage,
 )
+from tidewheel.elastic.owner_watch import OwnerWatch
 from tidewheel.train.runtime import Control, Preempted
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ class Member:
 
     A broken connection is restored (`client`). Until then rank 0 waits at its next step boundary, because a worker
     that was cut off must stop training. The process ends when the coordinator is gone, cannot be reached for
-    `connection.RECONNECT_SECONDS`, or continues without this worker.
+    `connection.RECONNECT_SECONDS`, or continues without this worker. It also ends when the coordinator does not answer
+    and another driver owns the run (`owner_watch`).
 
     Args:
         endpoint: where the coordinator listens.
@@ -93,6 +96,7 @@ class Member:
         hello = Hello(name, node, endpoint.token, spot=spot, device=device, problem=problem, clock=time.time())
         self._client = Client(endpoint.address, hello, self._receive, end_process, relay=relay,
                               relay_seconds=heartbeat_seconds * RELAY_SHARE)
+        self._owner_watch = OwnerWatch(endpoint, lambda: self._client.unanswered, end_process)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def begin(self, generation: int, group: GenerationGroup) -> None:
@@ -124,6 +128,7 @@ class Member:
     def close(self) -> None:
         """End the connection; the process continues."""
         self._closed.set()
+        self._owner_watch.close()
         self._client.close()
 
     def terminate(self) -> None:
@@ -155,6 +160,8 @@ class Member:
                 self.orders.put(self._completed(message))
             case Probe() | Raise() | Over():
                 self.orders.put(message)
+            case TakenOver(reason):
+                end_process(reason)
 
     def _completed(self, join: Join) -> Join:
         """Return the order with the table of memory agents, which is sent only when it has changed."""

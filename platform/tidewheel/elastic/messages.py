@@ -294,11 +294,19 @@ class Over:
     type: Literal["over"] = "over"
 
 
+@dataclass(frozen=True)
+class TakenOver:
+    """Another driver owns the run: the process must end at once. A relay says so when the coordinator cannot."""
+
+    reason: str
+    type: Literal["taken_over"] = "taken_over"
+
+
 Greeting = Hello | Return | NodeHello
 WorkerMessage = Beat | StepDone | WorkerEvent | Leaving | Left | Probed
 Order = Join | Probe | Raise | Over
 """Messages that a worker's training thread waits for."""
-CoordinatorMessage = Order | Abort | Stop | GoOn
+CoordinatorMessage = Order | Abort | Stop | GoOn | TakenOver
 Message = WorkerMessage | CoordinatorMessage
 
 

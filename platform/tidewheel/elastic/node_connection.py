@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-from tidewheel.elastic.connection import MOST_BYTES, RECONNECT_SECONDS, RESET_SECONDS, next_line
-from tidewheel.elastic.messages import Beat, End, Hello, Here, Return
-from tidewheel.elastic.node_messages import Beats, Drop, FromNode, Gone, Orders, decode_from_node
+from tidewheel.elastic.connection import ANSWER_SECONDS, MOST_BYTES, RECONNECT_SECONDS, RESET_SECONDS, next_line
+from tidewheel.elastic.messages import Beat, End, Hello, Here, Received, Return
+from tidewheel.elastic.node_messages import Beats, Drop, FromNode, Gone, Orders, decode_from_node, line_to_node
 from tidewheel.elastic.outgoing import ANY_RANK, Outgoing
 from tidewheel.elastic.sessions import Session, Sessions
 from tidewheel.elastic.supervision import Supervisor
@@ -51,6 +52,7 @@ class NodeConnection:
         self._supervisor = supervisor
         self._workers: dict[int, Relayed] = {}
         self._orders = Orders()
+        self._answered_at = 0.0
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -103,8 +105,16 @@ class NodeConnection:
             self._supervisor.failed("message", error)
             return True
         if text:
+            self._answer()
             self._supervisor.call("message", self._receive, text)
         return bool(text)
+
+    def _answer(self) -> None:
+        """Let the relay know now and then that the coordinator reads what it sends."""
+        now = time.monotonic()
+        if now - self._answered_at >= ANSWER_SECONDS and not self._writer.is_closing():
+            self._answered_at = now
+            self._writer.write(line_to_node(Outgoing(Received()), [], []))
 
     def _receive(self, text: bytes) -> None:
         frame: FromNode = decode_from_node(text)

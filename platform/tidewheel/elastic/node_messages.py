@@ -114,10 +114,17 @@ class Orders:
         """Return the lines in order, and begin anew."""
         frames = self._frames
         self._frames = []
-        return b"".join(_line_to_node(frame, workers, ranks) for frame, workers, ranks in frames)
+        return b"".join(line_to_node(frame, workers, ranks) for frame, workers, ranks in frames)
 
 
-def _line_to_node(frame: Outgoing, workers: list[int], ranks: list[int]) -> bytes:
+def line_to_node(frame: Outgoing, workers: list[int], ranks: list[int]) -> bytes:
+    """Return a line of the coordinator for a relay.
+
+    Args:
+        frame: what the workers get.
+        workers: numbers of their connections; none: the line only says that the coordinator lives.
+        ranks: their ranks, if the body is a `Join`.
+    """
     more = f',"workers":{workers}'  # lists of integers print as JSON
     if ranks:
         more += f',"ranks":{ranks}'

@@ -2,7 +2,8 @@
 
 So the coordinator has a connection, a line of heartbeats and an order to abort for each node instead of each worker.
 The relay decides nothing and keeps nothing: sessions are between worker and coordinator. If it ends, the workers lose
-their connections and return to the coordinator directly.
+their connections and return to the coordinator directly. While the coordinator does not answer, it asks storage for all
+its workers whether the run has another owner (`owner_watch`), and tells them.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from tidewheel.elastic.messages import (
     NodeHello,
     Received,
     Return,
+    TakenOver,
     body_text,
     encode,
     frame_line,
 )
 from tidewheel.elastic.node_messages import Beats, Gone, Groups, line, split
 from tidewheel.elastic.outgoing import with_rank
+from tidewheel.elastic.owner_watch import OwnerWatch
 from tidewheel.unauthenticated import HELLO_BYTES
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ ALIVE = encode(FromCoordinator(Received()))
 GATHER_SECONDS = 0.001
 """Lines of workers wait this long for others with the same body."""
 BACKLOG = 256
+DISMISSED_SECONDS = 1.0
+"""A relay whose workers must end stays this long, so that they read why."""
 
 
 class Uplink:
@@ -129,6 +134,8 @@ class NodeRelay(Listener):
         self._coordinator: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
         self._uplink = Uplink(self._write)
+        self._waits_since: float | None = None  # monotonic time of the first line since the coordinator's last one
+        self._owner_watch: OwnerWatch | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @property
@@ -136,12 +143,21 @@ class NodeRelay(Listener):
         """Whether workers can connect."""
         return self._thread.is_alive()
 
+    def dismiss(self, reason: str) -> None:
+        """Tell the workers to end, and end a moment later: another driver owns the run. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._dismiss, reason)
+
     def _begin(self) -> None:
+        self._owner_watch = OwnerWatch(self._endpoint, self._unanswered, self.dismiss,
+                                           represented=lambda: len(self._present))
         connecting = self._loop.create_task(self._stay_connected())
         connecting.add_done_callback(lambda _: self._loop.stop())
         self._tasks = (connecting, self._loop.create_task(self._beat()), self._loop.create_task(self._say_alive()))
 
     def _end(self) -> None:
+        if self._owner_watch is not None:
+            self._owner_watch.close()
         self._drop_all()
         if self._tasks[0].done():
             self._on_closed()
@@ -177,6 +193,7 @@ class NodeRelay(Listener):
         self._coordinator = writer
         self._connected.set()
         while text := await next_line(reader, MOST_BYTES):
+            self._waits_since = None
             try:
                 self._distribute(text)
             except (ValueError, TypeError, KeyError, IndexError):
@@ -209,7 +226,14 @@ class NodeRelay(Listener):
             for writer in self._present:
                 writer.write(ALIVE)
 
+    def _unanswered(self) -> float:
+        """Return the seconds since the first line that the coordinator has not answered; 0.0 without workers."""
+        since = self._waits_since
+        return 0.0 if since is None or not self._present else time.monotonic() - since
+
     def _write(self, data: bytes) -> None:
+        if self._waits_since is None:
+            self._waits_since = time.monotonic()
         if self._coordinator is not None and not self._coordinator.is_closing():
             self._coordinator.write(data)
 
@@ -242,6 +266,12 @@ class NodeRelay(Listener):
         except (ValueError, TypeError, KeyError):  # keep reading: the worker's other messages count
             logger.exception("a line of a worker was ignored")
             return True
+
+    def _dismiss(self, reason: str) -> None:
+        logger.warning("the workers of this node end: %s", reason)
+        for writer in self._present:
+            writer.write(encode(FromCoordinator(TakenOver(reason))))
+        self._loop.call_later(DISMISSED_SECONDS, self._loop.stop)
 
     def _drop_all(self) -> None:
         workers, self._workers = self._workers, {}

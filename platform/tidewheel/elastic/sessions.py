@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Protocol
 
-from tidewheel.elastic.connection import ACKNOWLEDGED, DeliveryLog
+from tidewheel.elastic.connection import ACKNOWLEDGED, DeliveryLog, answer_seconds
 from tidewheel.elastic.messages import (
     Beat,
     CoordinatorMessage,
@@ -110,6 +110,8 @@ class Session:
     unheard_since: float = 0.0
     """Since when, in monotonic seconds, the worker has acknowledged none of the messages that it must acknowledge; 0.0
     if there are none."""
+    answered_at: float = 0.0
+    """Monotonic seconds of the last answer to its messages, on a connection of its own."""
 
     def acknowledge(self, received: int) -> None:
         """Forget messages that the worker has received."""
@@ -272,11 +274,15 @@ class Sessions:
         self._supervisor.call("return", self._handler.returned, session.name, seconds)
 
     def receive(self, session: Session, frame: FromWorker) -> None:
-        """Act on a frame of a worker.
+        """Act on a frame of a worker with a connection of its own, and answer it now and then.
 
         Raises:
             MessageError: it does not belong inside a session.
         """
+        now = time.monotonic()
+        if now - session.answered_at >= answer_seconds(len(self._sessions)) and session.channel is not None:
+            session.answered_at = now
+            session.channel.send(Outgoing(Received(), received=session.log.received))
         self.receive_all(frame.body, [(session, frame.number, frame.received)])
 
     def receive_all(self, message: Any, senders: Iterable[tuple[Session, int | None, int]]) -> None:

@@ -160,7 +160,7 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
     """
     from ray.exceptions import RayActorError
 
-    from tidewheel.elastic.lost_actors import is_gone, lost
+    from tidewheel.elastic.lost_actors import ending_frozen, is_gone, lost
     from tidewheel.elastic.ray_adapter import ElasticTrainer
 
     called = time.time()
@@ -168,7 +168,7 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
     with temporary_folder("train") as bookkeeping:
         with _owning(run.store, take_over) as record, \
                 coordinating(config, sizes, record.epoch, called) as (name, coordinator), \
-                _reporting(coordinator, on_progress), _making_rollouts(run):
+                ending_frozen(coordinator), _reporting(coordinator, on_progress), _making_rollouts(run):
             for change in starts.record_start(run.store, config, record.epoch):
                 if change.is_reported:
                     coordinator.event.remote("setting_changed", _change_detail(change))

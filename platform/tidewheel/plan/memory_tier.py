@@ -10,6 +10,8 @@ from tidewheel.plan.layout import Job, Layout
 
 SLOTS, REPLICAS = 3, 2
 """Copies of a worker's state on its own node, and on another node (docs/checkpoints.md)."""
+DISK_SLOTS = 1
+"""Copies more on its own node with `checkpoint.local_disk`: one keeps its content while it is written to the disk."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def memory_tier(job: Job, layout: Layout, cluster: ClusterConfig, step_seconds: 
     else:
         every = settings.every_steps
     sent = workers * worker_bytes / (every * step_seconds) if replicated else 0.0
-    return MemoryTierCost(every, stall, push, workers * worker_bytes * (SLOTS + (REPLICAS if replicated else 0)), sent)
+    copies = SLOTS + (DISK_SLOTS if job.config.checkpoint.local_disk else 0) + (REPLICAS if replicated else 0)
+    return MemoryTierCost(every, stall, push, workers * worker_bytes * copies, sent)
 
 
 def state_bytes(job: Job, layout: Layout) -> float:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
-from tidewheel.elastic.lost_actors import MOST_LOSSES, WITHIN_SECONDS, LostActorError, lost, outliving
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError
+
+from tidewheel.elastic import lost_actors
+from tidewheel.elastic.lost_actors import (
+    MISSED_PINGS,
+    MOST_LOSSES,
+    WITHIN_SECONDS,
+    LostActorError,
+    ending_frozen,
+    lost,
+    outliving,
+)
 from tidewheel.errors import ClusterError
 
 
@@ -60,3 +76,56 @@ def test_other_errors_are_raised_at_once():
 
     with pytest.raises(ClusterError, match="too few CPUs"):
         outliving(attempt)
+
+
+class Pinged:
+    """A coordinator that answers pings as a test says, and is over after the last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: Iterable[str]) -> None:
+        self.endpoint = SimpleNamespace(remote=lambda: "endpoint")
+        self.lost = SimpleNamespace(remote=lambda: "lost")
+        self.calls: list[str] = []
+        self.killed: list[Any] = []
+        self.over = threading.Event()
+        self._answers = iter(answers)
+        monkeypatch.setattr(lost_actors, "PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(ray, "kill", self._kill)
+
+    def _get(self, call: str, timeout: float) -> None:
+        self.calls.append(call)
+        match next(self._answers, "over"):
+            case "late":
+                raise GetTimeoutError
+            case "over":
+                self.over.set()
+                raise ActorDiedError
+
+    def _kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+        self.over.set()
+
+    def watch(self) -> None:
+        """Watch it until it is over, or killed."""
+        with ending_frozen(self):
+            assert self.over.wait(60)
+
+
+def test_a_coordinator_that_misses_pings_in_a_row_is_ended(monkeypatch):
+    coordinator = Pinged(monkeypatch, ["yes", *["late"] * MISSED_PINGS])
+    coordinator.watch()
+    assert coordinator.killed == [coordinator]
+    assert coordinator.calls == ["endpoint", *["lost"] * MISSED_PINGS]
+
+
+def test_a_coordinator_that_answers_now_and_then_is_not_ended(monkeypatch):
+    coordinator = Pinged(monkeypatch, ["yes", *[*["late"] * (MISSED_PINGS - 1), "yes"] * 3])
+    coordinator.watch()
+    assert coordinator.killed == []
+
+
+def test_a_coordinator_that_starts_is_given_time(monkeypatch):
+    coordinator = Pinged(monkeypatch, [*["late"] * 5 * MISSED_PINGS, "yes"])
+    coordinator.watch()
+    assert coordinator.killed == []
+    assert coordinator.calls == [*["endpoint"] * (5 * MISSED_PINGS + 1), "lost"]

@@ -36,6 +36,7 @@ from tidewheel.elastic.messages import (
     Return,
     StepDone,
     Stop,
+    TakenOver,
     Welcome,
     WorkerEvent,
     decode_from_coordinator,
@@ -75,6 +76,7 @@ COORDINATOR = [
     GoOn(3),
     Probe(),
     Raise("too few workers"),
+    TakenOver("the run was taken over"),
     Over(),
 ]
 

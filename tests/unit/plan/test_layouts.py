@@ -219,3 +219,13 @@ def test_the_memory_tier_is_counted(seventy: tuple[Job, ClusterConfig, Ranking])
     assert never is None
     assert each is not None
     assert each.network_bytes_per_second == pytest.approx(8 * mine / 0.1)
+
+
+@pytest.mark.parametrize(("gpus", "copies"), [(None, 6), (8, 4)])
+def test_the_local_disk_takes_one_more_slot(seventy: tuple[Job, ClusterConfig, Ranking], gpus: int | None, copies: int):
+    job, cluster, ranking = seventy
+    disk = build(TrainConfig, job.config.canonical(), ["checkpoint.local_disk.folder=/local_nvme"])
+    cost = memory_tier(replace(job, config=disk), ranking.fitting[0].layout,
+                       cluster.model_copy(update={"gpus": gpus or cluster.gpus}), 0.1)
+    assert cost is not None
+    assert cost.host_bytes == pytest.approx(copies * 8 * 12 * job.parameters / 256)

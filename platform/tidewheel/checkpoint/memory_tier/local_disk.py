@@ -27,7 +27,8 @@ from tidewheel.errors import StorageError
 from tidewheel.private_folders import is_private, private_folder
 
 KEPT = 2
-"""Steps that are kept of each worker: the other workers may not have the newest one yet."""
+"""Steps that are kept of each worker: the other workers may not have the newest one yet. If a node falls further
+behind, storage has the newest complete state (docs/checkpoints.md)."""
 ABANDONED_SECONDS = 14 * 86400.0
 """Parts of another run whose newest file is older than this are deleted."""
 PREFIX = "tidewheel-run-"

@@ -1,5 +1,6 @@
 """Snapshots on the local disk: a run continues from them when every process of it has ended, the agents included."""
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tests.unit.checkpoint.helpers import Events, clear, equal, manager, state
 from tidewheel.checkpoint.memory_tier import disk_file, local_disk
 from tidewheel.checkpoint.memory_tier.agent import Agent
 from tidewheel.checkpoint.memory_tier.local_disk import LocalDisk
-from tidewheel.checkpoint.memory_tier.part_store import PartStore
+from tidewheel.checkpoint.memory_tier.part_store import Part, PartStore
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES, hash_blocks
 from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
@@ -113,6 +114,28 @@ def test_the_newest_step_on_all_disks_is_taken_and_a_damaged_one_is_refused(tmp_
         path.write_bytes(data)
     agents = start()
     on_ranks(1, take, tmp_path / "runs", [agent.address for agent in agents], 2, "storage", 2)
+
+
+def test_a_run_goes_back_to_storage_if_one_node_cannot_write(tmp_path, start, monkeypatch):
+    """The first node has the new generation twice and deletes the older one; the second has only the older one."""
+    agents = start()
+    on_ranks(2, keep, tmp_path / "runs", [agent.address for agent in agents], range(2, 8), 0)
+    written(agents)
+    write = disk_file.write
+
+    def fails_on_the_second(path: Path, part: Part) -> int:
+        if (tmp_path / "nvme1") in path.parents:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(path, part)
+
+    monkeypatch.setattr(disk_file, "write", fails_on_the_second)
+    on_ranks(2, keep, tmp_path / "runs", [agent.address for agent in agents], range(8, 14), 7)
+    written(agents)
+    names = {path.name[:16] for path in files(agents[:1])}
+    assert names == {"step_00000010-g7", "step_00000012-g7"}
+    assert {path.name[:16] for path in files(agents[1:])} == {"step_00000004-g0", "step_00000006-g0"}
+    agents = start()
+    on_ranks(2, take, tmp_path / "runs", [agent.address for agent in agents], 8, "storage", 0)
 
 
 def kept_alone(folder: Path, agent: Agent, steps: range, generation: int = 0) -> TieredCheckpoints:
