@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -169,6 +171,56 @@ def test_workers_continue_their_sessions_without_the_relay(server: Server, relay
         ("returned", "a"), ("returned", "b")])
     until(lambda: handler.values == {"a": [1, 2]} and all(w.received == [Abort(5)] for w in workers.values()))
     assert not any(worker.ended.is_set() for worker in workers.values())
+
+
+def test_a_worker_returns_to_a_relay_that_closed_its_connection_while_it_sent(server: Server, relay: NodeRelay,
+                                                                              handler: Handler) -> None:
+    """A message that cannot be sent because the connection is closed says nothing about the next connection."""
+    reading, dropped = threading.Event(), threading.Event()
+
+    def on_message(message: CoordinatorMessage) -> None:
+        reading.set()
+        dropped.wait(60)  # the reading thread does not notice meanwhile
+
+    client = Client(server.address, Hello("a", "n", TOKEN), on_message, print, relay=relay.address, relay_seconds=60.0)
+    until(lambda: client.welcomed)
+    send(server, "a", Abort(1))
+    assert reading.wait(60)
+    relay._loop.call_soon_threadsafe(relay._drop_all)
+    for value in range(5):
+        client.send(WorkerEvent("said", {"value": value}, 0.0))
+        time.sleep(0.05)
+    dropped.set()
+    until(lambda: handler.values == {"a": list(range(5))})
+    time.sleep(0.5)
+    assert [kind for kind, _ in handler.events] == []
+    assert ("returned", "a") in handler.calls
+    client.close()
+
+
+def test_nothing_follows_a_line_that_a_relay_took_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows would be lost with the line, and the acknowledgement of a later message would hide that."""
+    monkeypatch.setattr(Client, "_run", lambda self: None)  # the reading thread has not noticed yet
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(("127.0.0.1", 1), Hello("a", "n", TOKEN), print, print, relay=listener.getsockname()[:2],
+                        relay_seconds=0.1)
+        relay, _ = listener.accept()
+        with relay:
+            client.send(WorkerEvent("said", {"text": "x" * (64 << 20)}, 0.0))
+            relay.setblocking(False)
+            taken = b"".join(arrived(relay))
+            assert not taken.endswith(b"\n")
+            client.send(Beat(1, 1))
+            client.send(WorkerEvent("said", {"value": 2}, 0.0))
+            time.sleep(0.2)
+            assert b"".join(arrived(relay)) == b""
+        client.close()
+
+
+def arrived(connection: socket.socket) -> Iterator[bytes]:
+    """Yield what arrives on a non-blocking connection until nothing more does for a moment."""
+    while select.select([connection], [], [], 0.2)[0] and (data := connection.recv(1 << 20)):
+        yield data
 
 
 def test_messages_arrive_once_although_the_relays_connection_is_reset(server: Server, handler: Handler) -> None:
