@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import select
 import socket
@@ -18,7 +20,7 @@ from tests.unit.elastic.test_connection import until
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic import sessions
 from tidewheel.elastic.client import Client
-from tidewheel.elastic.connection import Endpoint
+from tidewheel.elastic.connection import MOST_BYTES, Endpoint
 from tidewheel.elastic.messages import (
     Abort,
     AgentTable,
@@ -261,6 +263,43 @@ def test_a_relay_ends_with_its_coordinator_and_so_do_its_workers(monkeypatch: py
     server.stop()
     assert ended.wait(60)
     assert worker.ended.wait(60)
+
+
+def test_a_worker_waits_for_the_coordinator_although_a_connection_to_it_broke_at_once() -> None:
+    """Its hello would go nowhere, and the relay's signs of life would keep it waiting for the welcome."""
+    relay = NodeRelay("127.0.0.1", Endpoint(("127.0.0.1", 1), TOKEN), "n", lambda: None)
+    writer: Any = object()
+
+    async def connect() -> list[int]:
+        serving = asyncio.create_task(relay._serve(Hello("a", "n", ""), asyncio.StreamReader(), writer))
+        await asyncio.sleep(0)
+        relay._connected.set()
+        relay._connected.clear()
+        await asyncio.sleep(0.01)
+        known = [len(relay._workers)]
+        relay._connected.set()
+        await asyncio.sleep(0.01)
+        known.append(len(relay._workers))
+        serving.cancel()
+        return known
+
+    assert asyncio.run(connect()) == [0, 1]
+
+
+def test_a_relay_ends_at_a_line_that_it_cannot_pass_on(caplog: pytest.LogCaptureFixture) -> None:
+    """The coordinator would send it again on each new connection. The workers read it on their own ones."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = NodeRelay("127.0.0.1", Endpoint(listener.getsockname()[:2], TOKEN), "n", ended.set)
+        relay.start()
+        coordinator, _ = listener.accept()
+        with coordinator:
+            assert coordinator.recv(1 << 16)  # its greeting
+            with contextlib.suppress(OSError):  # the relay hangs up
+                coordinator.sendall(b"x" * (2 * MOST_BYTES) + b"\n")
+            assert ended.wait(60)
+    assert "connect to the coordinator directly: a line of" in caplog.text
+    relay.stop()
 
 
 def test_a_peer_without_the_token_gets_no_session(server: Server, relay: NodeRelay, handler: Handler) -> None:
