@@ -141,9 +141,10 @@ class Agents:
         answers = {node_id: self._actors[node_id].relay.remote(endpoint) for node_id in node_ids
                    if node_id in self._actors}
         ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds) if answers else ([], [])
+        answered = set(ready)
         addresses: dict[str, tuple[str, int]] = {}
         for node_id, answer in answers.items():
-            if answer in ready:
+            if answer in answered:
                 try:
                     addresses[node_id] = tuple(ray.get(answer))
                 except ray.exceptions.RayError as error:  # its workers connect directly
@@ -217,9 +218,10 @@ class Agents:
 
         answers = {node_id: self._actors[node_id].where.remote() for node_id in node_ids if node_id in self._actors}
         ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds) if answers else ([], [])
+        answered = set(ready)
         for node_id, answer in answers.items():
             try:
-                if answer not in ready:
+                if answer not in answered:
                     raise ray.exceptions.GetTimeoutError(f"the agent on node {node_id} does not respond")
                 address, token = ray.get(answer)
             except ray.exceptions.RayError:
