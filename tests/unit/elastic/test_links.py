@@ -86,6 +86,16 @@ def test_each_node_tests_two_neighbours_and_a_new_node_tests_only_its_own(count:
     assert neighbours(nodes, {new}) == [pair for pair in pairs if new in pair]
 
 
+def test_the_links_of_a_large_cluster_are_judged_in_time():
+    """A bad switch slows hundreds of nodes down. The judge shares its process with the coordinator."""
+    nodes = [f"n{number:04}" for number in range(2_000)]
+    bad = set(nodes[::10])
+    links = [link(pair, 1e6 if bad.intersection(pair) else 1e9) for pair in neighbours(nodes, nodes)]
+    began = time.process_time()
+    assert set(judge(links, FACTOR).out) == bad
+    assert time.process_time() - began < 4
+
+
 def test_a_broken_link_and_a_long_way_are_slow():
     pairs = neighbours(["a", "b", "c", "d", "e"], "abcde")
     links = [Link(*pair, 0.2 if "b" in pair else 0.001, 1e9) for pair in pairs]
