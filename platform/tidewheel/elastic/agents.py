@@ -181,7 +181,7 @@ class Agents:
         self._at_all(lambda address: ask(address, self._token, {"op": "abandon"}))
 
     def _at_all(self, function: Callable[[Address], object]) -> None:
-        """Call a function with the address of each agent, many at a time: the driver waits only `coordinator_actor.END_SECONDS`."""
+        """Call a function with the address of each agent, many at a time: the driver waits only seconds for all."""
         addresses = list(self._addresses.values())
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="agents") as pool:
             list(pool.map(function, addresses))

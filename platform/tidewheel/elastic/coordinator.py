@@ -55,7 +55,7 @@ from tidewheel.elastic.start_times import CONTROLLER, COORDINATOR, FORMED, RESTO
 from tidewheel.elastic.supervision import Supervisor
 from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.ownership import Renewal
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.history import HistoryWriter, RunHistory, read_history
 from tidewheel.train.logs.line import HERE
 

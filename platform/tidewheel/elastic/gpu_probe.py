@@ -91,7 +91,7 @@ def xid_problems(lines: Iterable[str], bus: str, uptime: float) -> list[str]:
         match = _XID.search(text)
         if match is None or match[2].lower() != address or int(match[3]) not in FATAL_XIDS:
             continue
-        if match[1] is not None and int(match[1], 16) != int(domain, 16):  # clouds give GPUs one address in many domains
+        if match[1] is not None and int(match[1], 16) != int(domain, 16):  # in clouds, GPUs may differ in it alone
             continue
         fields = head.split(",")
         at = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else uptime

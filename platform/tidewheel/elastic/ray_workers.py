@@ -40,7 +40,7 @@ from tidewheel.elastic.ray_process import (
 from tidewheel.elastic.worker import RestartNeeded
 from tidewheel.errors import ClusterError, TidewheelError
 from tidewheel.placement import with_labels
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from tidewheel.elastic.placement_orders import PlacementOrders
 from tidewheel.errors import OwnershipError
 from tidewheel.ownership import Timing, acquire
 from tidewheel.storage import store
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.history import RunHistory
 
 

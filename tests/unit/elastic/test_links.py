@@ -27,7 +27,7 @@ from tidewheel.elastic.links import Link, judge, neighbours
 from tidewheel.elastic.messages import Hello
 from tidewheel.ownership import acquire
 from tidewheel.storage import store
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 FACTOR = 4.0
 SLOW_BYTES_PER_SECOND = 1e6

@@ -24,7 +24,7 @@ from tidewheel.elastic.ray_process import (
 from tidewheel.elastic.ray_workers import ElasticWorkerGroup, Workers
 from tidewheel.elastic.worker import RestartNeeded
 from tidewheel.errors import ClusterError, OwnershipError, ShardError
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 RUNNING = WorkerStatus(running=True)
 

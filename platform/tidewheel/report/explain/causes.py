@@ -84,9 +84,9 @@ _ALL = (
     Cause("memory_tier", "copy in memory lost",
           "Nothing: the copy is made again. Until then a failure would go back to the last checkpoint in storage."),
     Cause("local_disk", "copy on a local disk failed",
-          "Training goes on. Read the reason: free space on the named disk, raise checkpoint.local_disk.limit_bytes, or, "
-          "if the disk is too slow, raise checkpoint.local_disk.every_steps. Until then a loss of all processes of the "
-          "run costs the steps since the last checkpoint in storage."),
+          "Training goes on. By the reason: free space on the disk, raise checkpoint.local_disk.limit_bytes, or, for a "
+          "slow disk, raise checkpoint.local_disk.every_steps. Until then the end of all processes costs the steps "
+          "since the last checkpoint in storage."),
     Cause("generator", "rollout generator lost",
           "Nothing: its groups are sampled again. If it repeats, read `tidewheel logs`."),
     Cause("side_task", "side task failed",
