@@ -84,8 +84,8 @@ def judge(links: Iterable[Link], factor: float) -> Verdict:
 
     What is usual is the median, over the nodes, of each one's best link: if one of three nodes is bad, two of the three
     links are. A slow link has less than the usual rate divided by `factor`, or a round trip longer than the usual one
-    times `factor`. The node with most slow links is left out, if it has two of them and they are most of its links.
-    Then the rest is judged in the same way. Of two nodes that share one slow link, none is left out.
+    times `factor`. The node with the most slow links is left out, if it has at least two and they are more than half of
+    its links. Then the rest is judged in the same way. Of two nodes that share one slow link, neither is left out.
 
     Args:
         links: all that were measured.
