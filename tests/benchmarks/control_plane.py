@@ -30,7 +30,7 @@ from tidewheel.console import print_table
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.ownership import acquire
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.node_checks_config import NodeChecksConfig
 
 PROCESSES = 4

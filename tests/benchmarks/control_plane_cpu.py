@@ -36,7 +36,7 @@ from tidewheel.elastic.node_connection import NodeConnection
 from tidewheel.elastic.node_messages import Beats, Gone, line
 from tidewheel.elastic.sessions import Sessions
 from tidewheel.elastic.supervision import Supervisor
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.node_checks_config import NodeChecksConfig
 
 PATIENCE = 3600.0

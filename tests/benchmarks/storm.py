@@ -40,7 +40,7 @@ from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.console import print_table
 from tidewheel.elastic.layout import legal_sizes
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.node_checks_config import NodeChecksConfig
 
 NODES = 30

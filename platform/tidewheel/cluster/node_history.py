@@ -56,7 +56,7 @@ class NodeRecord:
 
 
 def read(folder: Store, since: float) -> list[NodeFailure]:
-    """Return the failures since a Unix time, the oldest first. Lines that are none are left out.
+    """Return the failures since a Unix time, the oldest first. Skip lines that hold no failure.
 
     Args:
         folder: the folder of runs.

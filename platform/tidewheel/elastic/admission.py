@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 
 from tidewheel.elastic.blame import Blame, Exclusion, Fault, Level, Spare
 from tidewheel.elastic.generation import Outbox, Worker
@@ -83,11 +83,17 @@ class Admission:
         worker.cleared = True
         self._outbox.event("worker_readmitted", {"worker": worker.name, "node": worker.node, "device": worker.device})
 
-    def probe(self, now: float) -> list[Worker]:
-        """Ask workers whose exclusion is over to probe themselves; return those whose probe takes too long."""
+    def probe(self, now: float, training: Container[str] = ()) -> list[Worker]:
+        """Ask workers whose exclusion is over to probe themselves; return those whose probe takes too long.
+
+        Args:
+            now: monotonic seconds.
+            training: names of the workers that have not left their generation. They could not answer before they leave
+                it, so they are asked then.
+        """
         late = []
         for worker in self._workers.values():
-            if worker.cleared or not worker.connected:
+            if worker.cleared or not worker.connected or worker.name in training:
                 continue
             if worker.probed_at is None and not self.blame.is_out(worker.node, worker.device, now):
                 worker.probed_at = now

@@ -11,6 +11,7 @@ from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.agents import Agents
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.messages import AgentTable, MemoryPlacement
+from tidewheel.elastic.supervision import Record, Supervisor
 
 ANSWER_SECONDS = 5.0
 """Time for agents to start and answer."""
@@ -23,10 +24,12 @@ class AgentSupervisor:
 
     Args:
         agents: starts and finds agents; only the supervisor's thread uses it.
+        record: records the event of an error; None: errors are only logged.
     """
 
-    def __init__(self, agents: Agents) -> None:
+    def __init__(self, agents: Agents, record: Record | None = None) -> None:
         self._agents = agents
+        self._supervisor = Supervisor(record or (lambda kind, detail: None))
         self._requested: set[str] = set()
         self._addresses: dict[str, Address] = {}
         self._gone: set[str] = set()
@@ -127,16 +130,20 @@ class AgentSupervisor:
         while not self._ended:
             self._changed.wait(RETRY_SECONDS)
             self._changed.clear()
-            with self._lock:
-                lost_nodes = self._gone
-                self._gone = set()
-                missing = self._requested - self._addresses.keys()
-            for node in lost_nodes:
-                self._agents.lost(node)
-            if missing and not self._ended:
-                self._start(missing)
-            if self._endpoint is not None and not self._ended:
-                self._relay(self._endpoint)
+            self._supervisor.call("agents", self._look)  # Ray's control store may be unavailable for a moment
+
+    def _look(self) -> None:
+        """Start the agents and relays that are missing now."""
+        with self._lock:
+            lost_nodes = self._gone
+            self._gone = set()
+            missing = self._requested - self._addresses.keys()
+        for node in lost_nodes:
+            self._agents.lost(node)
+        if missing and not self._ended:
+            self._start(missing)
+        if self._endpoint is not None and not self._ended:
+            self._relay(self._endpoint)
 
     def _start(self, missing: set[str]) -> None:
         began = time.monotonic()

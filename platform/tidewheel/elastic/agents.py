@@ -9,7 +9,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 LEAVE_SECONDS = 2.0
+AT_ONCE = 64
+"""Agents that are asked to end at a time."""
 LOG_SECONDS = 5.0
 """Time for all agents to write the last lines of their logs."""
 
@@ -172,9 +175,10 @@ class Agents:
         answers = {node_id: self._actors[node_id].relay.remote(endpoint) for node_id in node_ids
                    if node_id in self._actors}
         ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds) if answers else ([], [])
+        answered = set(ready)
         addresses: dict[str, tuple[str, int]] = {}
         for node_id, answer in answers.items():
-            if answer in ready:
+            if answer in answered:
                 try:
                     addresses[node_id] = tuple(ray.get(answer))
                 except ray.exceptions.RayError as error:  # its workers connect directly
@@ -190,15 +194,9 @@ class Agents:
         """End all agents and delete their snapshots: the run is over."""
         import ray
 
-        from tidewheel.checkpoint.memory_tier.protocol import connect
         from tidewheel.checkpoint.memory_tier.slots import sweep
 
-        for node_id in self._actors:
-            if node_id in self._addresses:
-                with contextlib.suppress(OSError):  # the agent has ended, or is ending
-                    connection = connect(self._addresses[node_id], self._token)
-                    connection.ask({"op": "stop"})
-                    connection.receive()  # returns when the agent has deleted everything and closes
+        self._at_all(self._stop_one)
         closing = [actor.close_log.remote() for actor in self._actors.values()]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=LOG_SECONDS)
@@ -211,8 +209,22 @@ class Agents:
         """Make the agents upload the newest step at once: the driver ends before the run is over."""
         from tidewheel.checkpoint.memory_tier.inventory import ask
 
-        for address in self._addresses.values():
-            ask(address, self._token, {"op": "abandon"})
+        self._at_all(lambda address: ask(address, self._token, {"op": "abandon"}))
+
+    def _at_all(self, function: Callable[[Address], object]) -> None:
+        """Call a function with the address of each agent, many at a time: the driver waits only seconds for all."""
+        addresses = list(self._addresses.values())
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="agents") as pool:
+            list(pool.map(function, addresses))
+
+    def _stop_one(self, address: Address) -> None:
+        """Stop an agent, and wait until it has deleted everything, at which it closes the connection."""
+        from tidewheel.checkpoint.memory_tier.protocol import connect
+
+        # an error means that the agent has ended, or is ending
+        with contextlib.suppress(OSError), contextlib.closing(connect(address, self._token)) as connection:
+            connection.ask({"op": "stop"})
+            connection.receive()
 
     @property
     def _prefix(self) -> str:
@@ -248,9 +260,10 @@ class Agents:
 
         answers = {node_id: self._actors[node_id].where.remote() for node_id in node_ids if node_id in self._actors}
         ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds) if answers else ([], [])
+        answered = set(ready)
         for node_id, answer in answers.items():
             try:
-                if answer not in ready:
+                if answer not in answered:
                     raise ray.exceptions.GetTimeoutError(f"the agent on node {node_id} does not respond")
                 address, token = ray.get(answer)
             except ray.exceptions.RayError:

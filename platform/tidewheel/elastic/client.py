@@ -87,7 +87,7 @@ class Client:
         self._session = ""
         self._connections = 0
         self._former: socket.socket | None = None  # through the relay, until the coordinator uses another
-        self._broken_line = False  # a relay did not take a message in time, perhaps a part of it
+        self._broken_line = False  # a relay did not take a whole message in time: nothing may follow its first part
         self._waits_since: float | None = None  # monotonic time of the first message since the last answer
         self._closing = False
         self._dismissed = False  # the coordinator ended the session
@@ -126,11 +126,13 @@ class Client:
                 frame = FromWorker(message, received=self._log.received)
             else:
                 frame = FromWorker(message, self._log.add(message))
-            if self._socket is not None:
+            if self._socket is not None and not self._broken_line:
                 try:
                     self._socket.sendall(encode(frame))
-                except OSError:  # the reading thread reconnects
+                except BlockingIOError:  # the time limit of a relay; the reading thread leaves it
                     self._broken_line = True
+                except OSError:
+                    pass  # the connection is closed; the reading thread reconnects
 
     def close(self) -> None:
         """Close the connection without calling `on_closed`."""
@@ -146,6 +148,7 @@ class Client:
             with self._lock:
                 former = self._socket
                 self._socket = None
+                self._broken_line = False
             if silent:  # a relay that is only slow would report a closed connection as the end of this process
                 self._former = former
             else:

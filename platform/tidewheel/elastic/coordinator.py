@@ -55,7 +55,7 @@ from tidewheel.elastic.start_times import CONTROLLER, COORDINATOR, FORMED, RESTO
 from tidewheel.elastic.supervision import Supervisor
 from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.ownership import Renewal
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.history import HistoryWriter, RunHistory, read_history
 from tidewheel.train.logs.line import HERE
 
@@ -106,6 +106,7 @@ class Coordinator:
         self._known = set[str]()
         self._cut = set[str]()
         self._losses = set[str]()
+        self._cut_on = set[str]()  # nodes of workers that were cut off since `_look_for_agents`
         self._nodes = NodeWatch(elastic, self.event)
         self._node_history = NodeHistory(storage.store(node_history), run_uri) if node_history else None
         self.event("driver_start", {"first_generation": first, "epoch": epoch})
@@ -121,7 +122,7 @@ class Coordinator:
         self._token = secrets.token_hex(16)
         self._needs_store = max(sizes) > 1
         self._store: Any = None
-        self._agents = AgentSupervisor(Agents(run_uri, log, local_disk)) if memory_tier else None
+        self._agents = AgentSupervisor(Agents(run_uri, log, local_disk), self.event) if memory_tier else None
         self._links = LinkChecks(elastic.node_checks.slow_link_factor, self._agents.agents, self.event) \
             if self._agents is not None and elastic.node_checks.slow_link_factor else None
         self._placements = PlacementOrders()
@@ -230,7 +231,8 @@ class Coordinator:
 
     def standing_by(self) -> int:
         """Return the number of connected workers without a rank."""
-        members = self._membership.generation.members if self._membership.generation else ()
+        generation = self._membership.generation  # once: the server's thread may end it meanwhile
+        members = generation.ranks if generation is not None else {}
         return sum(worker.connected and worker.name not in members
                    for worker in list(self._membership.workers.values()))
 
@@ -350,11 +352,10 @@ class Coordinator:
         logger.info("worker %s is cut off", worker)
         self._cut.add(worker)
         self._note_loss(worker)
-        workers = self._membership.workers
-        fenced = workers.get(worker)
-        others = (other for other in workers.values() if other is not fenced)
-        if self._agents is not None and fenced is not None and all(other.node != fenced.node for other in others):
-            self._agents.lost(fenced.node, for_good=False)  # its node may be stopped: look for its agent again
+        self._lobby.leave(worker)
+        fenced = self._membership.workers.get(worker)
+        if fenced is not None:
+            self._cut_on.add(fenced.node)
         if self._server is not None:
             self._server.cut(worker)
 
@@ -382,6 +383,7 @@ class Coordinator:
         state = "starting" if self._snapshot.generation < 0 else "restarting"
         number, size = generation.number, len(generation.members)
         self._pace = Pace()
+        self._look_for_agents()
         self._placements.begin(self._placement(generation), self._membership.workers)
         HERE.begin(number, 0)
         logger.info("generation %d begins with %d workers", number, size)
@@ -481,6 +483,18 @@ class Coordinator:
         now = time.monotonic()
         self._lobby.look(now)
         self._membership.tick(now)
+        self._look_for_agents()
+
+    def _look_for_agents(self) -> None:
+        """Look again for the agents of nodes whose workers were all cut off: such a node may be stopped.
+
+        This is done once for all workers of a rack that is lost, and before the next generation is told of agents.
+        """
+        nodes, self._cut_on = self._cut_on, set()
+        if self._agents is None or not nodes:
+            return
+        for node in nodes.difference(worker.node for worker in self._membership.workers.values()):
+            self._agents.lost(node, for_good=False)
 
     def _placement(self, generation: Generation) -> MemoryPlacement | None:
         """Return the memory agents of a generation."""

@@ -16,7 +16,7 @@ from tidewheel.elastic.policy import FailureBudget, Recovery, Resizer
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is found about a generation that failed. How to recover is `Failures.recovery`."""
+    """The findings about a generation that failed. `Failures.recovery` says how the run recovers."""
 
     cause: str
     """The error that ended it."""

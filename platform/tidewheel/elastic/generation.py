@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tidewheel.elastic.blame import Fault
 from tidewheel.elastic.messages import CoordinatorMessage, ExitReason
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 LEAVE_TIMES = 6
 """A member that knows of the abort, sends beats and uses its CPU has this many times `Limits.leave`: leaving takes long

@@ -23,7 +23,7 @@ RECENT_SECONDS = 3600.0
 """An Xid error older than this is over: the GPU was reset, or works again."""
 FAULTS = 0x040 | 0x080
 """Bits of `REASONS` that mean a fault: too hot, or too little power."""
-_XID = re.compile(r"NVRM: Xid \(PCI:(?:[0-9a-fA-F]{4,8}:)?([0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)")
+_XID = re.compile(r"NVRM: Xid \(PCI:(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)")
 _LOG_BYTES = 8192
 
 
@@ -84,17 +84,19 @@ def xid_problems(lines: Iterable[str], bus: str, uptime: float) -> list[str]:
         bus: the GPU's PCI address, such as 00000000:0A:00.0.
         uptime: seconds since boot.
     """
-    address = bus.split(".")[0][-5:].lower()
+    domain, _, address = bus.partition(".")[0].lower().partition(":")
     found: dict[int, None] = {}
     for line in lines:
         head, _, text = line.partition(";")
         match = _XID.search(text)
-        if match is None or match[1].lower() != address or int(match[2]) not in FATAL_XIDS:
+        if match is None or match[2].lower() != address or int(match[3]) not in FATAL_XIDS:
+            continue
+        if match[1] is not None and int(match[1], 16) != int(domain, 16):  # in clouds, GPUs may differ in it alone
             continue
         fields = head.split(",")
         at = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else uptime
         if uptime - at <= RECENT_SECONDS:
-            found[int(match[2])] = None
+            found[int(match[3])] = None
     return [f"Xid {xid}: {FATAL_XIDS[xid]}" for xid in found]
 
 
@@ -110,13 +112,18 @@ def kernel_log(path: str = "/dev/kmsg") -> list[str]:
     except OSError:
         return []
     try:
-        while record := os.read(descriptor, _LOG_BYTES):
+        while True:
+            try:
+                record = os.read(descriptor, _LOG_BYTES)
+            except BrokenPipeError:  # the kernel has overwritten the oldest records: the next read returns later ones
+                continue
+            if not record:
+                return lines
             lines += record.decode("utf-8", "replace").splitlines()
-    except OSError:  # no more records (EAGAIN), or the oldest were overwritten while we read (EPIPE)
+    except OSError:  # there are no more (EAGAIN)
         return lines
     finally:
         os.close(descriptor)
-    return lines
 
 
 def _uptime() -> float:

@@ -19,12 +19,12 @@ TESTS_AT_ONCE = 64
 LINK_SECONDS = 8.0
 """A test of one link that takes longer has failed."""
 TRIES = 3
-"""A slow link is measured so many times in all, and the best of them counts: a machine may be busy for a moment."""
+"""A slow link is measured this many times in all, and the best result counts: a machine may be busy for a moment."""
 PAUSE_SECONDS = 0.5
 
 
 def measure(addresses: Mapping[str, Address], pairs: Iterable[tuple[str, str]], token: str) -> list[Link]:
-    """Return what the agents of the pairs' first nodes measure.
+    """Measure links: the agent of each pair's first node measures the link to the second.
 
     Args:
         addresses: of the agents, by node.
@@ -69,7 +69,7 @@ def measured_and_judged(links: list[Link], factor: float, again: Callable[[list[
 
 
 def machine_of(host: str) -> str:
-    """Return what tells the machine of a host: its address, but all loopback addresses are of one machine."""
+    """Return a name for the machine of a host: its address, or one name for all loopback addresses."""
     try:
         return "loopback" if ipaddress.ip_address(host).is_loopback else host
     except ValueError:  # a name
@@ -77,7 +77,7 @@ def machine_of(host: str) -> str:
 
 
 class LinkChecks:
-    """Tests the links of each new node in a thread of its own. Only links between different machines tell anything.
+    """Tests the links of each new node in a thread of its own. Links inside a machine are not tested.
 
     Args:
         factor: see `links.judge`.

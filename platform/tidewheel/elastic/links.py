@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -83,8 +84,8 @@ def judge(links: Iterable[Link], factor: float) -> Verdict:
 
     What is usual is the median, over the nodes, of each one's best link: if one of three nodes is bad, two of the three
     links are. A slow link has less than the usual rate divided by `factor`, or a round trip longer than the usual one
-    times `factor`. The node with most slow links is left out, if it has two of them and they are most of its links.
-    Then the rest is judged in the same way. Of two nodes that share one slow link, none is left out.
+    times `factor`. The node with the most slow links is left out, if it has at least two and they are more than half of
+    its links. Then the rest is judged in the same way. Of two nodes that share one slow link, neither is left out.
 
     Args:
         links: all that were measured.
@@ -109,17 +110,18 @@ def judge(links: Iterable[Link], factor: float) -> Verdict:
 def _common(links: Sequence[Link], slow: Sequence[Link]) -> list[str]:
     """Return the nodes that most slow links have in common."""
     out: list[str] = []
+    rest, bad = links, slow
     while True:
-        rest = [link for link in links if link.source not in out and link.target not in out]
-        bad = [link for link in slow if link in rest]
-        shares = {node: (_of(node, bad), _of(node, bad) / _of(node, rest)) for link in bad
-                  for node in (link.source, link.target)}
+        total, num_bad = _counts(rest), _counts(bad)
+        shares = {node: (count, count / total[node]) for node, count in num_bad.items()}
         worst = max(shares, key=lambda node: (shares[node], node), default="")
         if not worst or shares[worst][0] < LEAST_SLOW or shares[worst][1] <= 0.5:
             return out
         out.append(worst)
+        rest = [link for link in rest if worst not in (link.source, link.target)]
+        bad = [link for link in bad if worst not in (link.source, link.target)]
 
 
-def _of(node: str, links: Sequence[Link]) -> int:
-    """Return how many of the links are a node's."""
-    return sum(node in (link.source, link.target) for link in links)
+def _counts(links: Iterable[Link]) -> Counter[str]:
+    """Return the number of links of each node."""
+    return Counter(node for link in links for node in (link.source, link.target))

@@ -35,6 +35,7 @@ class Listener:
         self._backlog = backlog
         self._unauthenticated = UnauthenticatedConnections(most)
         self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()  # set it in the thread only
         self._ready = threading.Event()
         self._problem: OSError | None = None
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
@@ -53,7 +54,7 @@ class Listener:
     def stop(self) -> None:
         """Close all connections and end the thread."""
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(timeout=5)
 
     # -- for subclasses ----------------------------------------------------------------------------
@@ -82,11 +83,12 @@ class Listener:
             self.address = (self.address[0], server.sockets[0].getsockname()[1])
         except OSError as error:
             self._problem = error
+            self._loop.close()
             return
         finally:
             self._ready.set()
         self._begin()
-        self._loop.run_forever()
+        self._loop.run_until_complete(self._stopped.wait())
         server.close()
         self._end()
         tasks = asyncio.all_tasks(self._loop)

@@ -12,7 +12,7 @@ AGENT_SECONDS = 10.0
 
 
 class Lobby:
-    """Keeps them.
+    """Keeps the workers that wait.
 
     Args:
         admit: called when a worker's wait is over.

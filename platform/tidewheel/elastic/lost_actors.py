@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 MOST_LOSSES, WITHIN_SECONDS = 10, 600.0
-"""More losses of an actor in this time end the run: the machine has too little memory, or the actor has a fault."""
+"""The run ends after more losses in this time: the machine has too little memory, or an actor has a fault."""
 ANSWER_SECONDS = 10.0
 """Time for the coordinator to answer a call."""
 PING_SECONDS, PAUSE_SECONDS = 5.0, 1.0
@@ -34,7 +34,7 @@ class LostActorError(ClusterError):
 
 
 def is_gone(actor: Any) -> bool:
-    """Return whether Ray knows that the coordinator has died. One that only does not answer has not."""
+    """Return whether Ray knows that the coordinator has died. A coordinator that does not answer may be alive."""
     import ray
 
     try:
@@ -97,7 +97,7 @@ def _watch(coordinator: Any, ended: threading.Event) -> None:
 
 
 def outliving(attempt: Callable[[LostActorError | None], T], clock: Callable[[], float] = time.monotonic) -> T:
-    """Call `attempt` until it returns or fails otherwise than by the loss of an actor, and return its result.
+    """Call `attempt` again after each loss of an actor, and return its result. Any other error is raised.
 
     Args:
         attempt: called with the loss that ended the attempt before, or None.

@@ -300,7 +300,7 @@ class Membership:
         """Act on the time; call it several times a second."""
         for worker in self._silence.find(self.generation, now):
             self._cut(worker.name, f"no sign of life for {now - worker.beat:.1f} s", now)
-        for worker in self._admission.probe(now):
+        for worker in self._admission.probe(now, self.generation.remaining if self.generation is not None else ()):
             self._refuse(worker, f"its probe did not end within {self._limits.start:g} s", now)
         if self.phase is Phase.RUNNING:
             self._cut_deaf(now)

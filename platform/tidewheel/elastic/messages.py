@@ -63,7 +63,7 @@ class Hello:
     problem: str = ""
     """What its test before the start found; "" if it passed."""
     clock: float = 0.0
-    """Its Unix time when it sent this; 0: not told."""
+    """Its Unix time when it sent this; 0: unknown."""
     key: str = field(default="", repr=False)
     """Key of its session, by which it says hello again on another connection; "": the coordinator makes one."""
     connection: int = 0
@@ -170,7 +170,7 @@ class Probed:
     problem: str
     """"" if the worker passed."""
     clock: float = 0.0
-    """Its Unix time when it sent this; 0: not told."""
+    """Its Unix time when it sent this; 0: unknown."""
     type: Literal["probed"] = "probed"
 
 

@@ -149,7 +149,7 @@ class NodeHealth:
 
 
 def past_failures(folder: str, settings: NodeChecksConfig) -> list[NodeFailure]:
-    """Return the failures of nodes in earlier runs; [] without a folder, or if storage does not tell.
+    """Return the failures of nodes in earlier runs; [] without a folder, or if storage cannot be read.
 
     Args:
         folder: what the runs share; "" for none.
@@ -168,7 +168,7 @@ def clock_problem(clock: float, since: float, settings: NodeChecksConfig) -> str
     """Return what is wrong with a worker's clock, or "".
 
     Args:
-        clock: its Unix time; 0: not told.
+        clock: its Unix time; 0: unknown.
         since: Unix time since which it may have read its clock.
         settings: how far it may be off.
     """

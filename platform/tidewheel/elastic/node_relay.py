@@ -9,7 +9,6 @@ its workers whether the run has another owner (`owner_watch`), and tells them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -152,7 +151,7 @@ class NodeRelay(Listener):
         self._owner_watch = OwnerWatch(self._endpoint, self._unanswered, self.dismiss,
                                            represented=lambda: len(self._present))
         connecting = self._loop.create_task(self._stay_connected())
-        connecting.add_done_callback(lambda _: self._loop.stop())
+        connecting.add_done_callback(lambda _: self._stopped.set())
         self._tasks = (connecting, self._loop.create_task(self._beat()), self._loop.create_task(self._say_alive()))
 
     def _end(self) -> None:
@@ -164,7 +163,7 @@ class NodeRelay(Listener):
 
     # -- the coordinator ---------------------------------------------------------------------------
     async def _stay_connected(self) -> None:
-        """Keep a connection to the coordinator; return when that is hopeless."""
+        """Keep a connection to the coordinator; return when that is hopeless, or a line is longer than `MOST_BYTES`."""
         answered = broke = time.monotonic()
         pause = 0.05
         while time.monotonic() - broke < RECONNECT_SECONDS and time.monotonic() - answered < REFUSED_SECONDS:
@@ -177,9 +176,15 @@ class NodeRelay(Listener):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_SECONDS / 2)
                 continue
-            with contextlib.suppress(OSError):
+            try:
                 await self._listen(reader, writer)
-            writer.transport.abort()
+            except OSError as error:
+                logger.info("the connection to the coordinator broke: %s", error)
+            except ValueError as error:  # it would be sent again and again; workers read it without a relay
+                logger.warning("the relay ends, and its workers connect to the coordinator directly: %s", error)
+                return
+            finally:
+                writer.transport.abort()
             self._coordinator = None
             self._connected.clear()
             self._drop_all()  # they return when the relay is connected again
@@ -242,7 +247,8 @@ class NodeRelay(Listener):
         worker = -1
         self._present.add(writer)
         try:
-            await self._connected.wait()
+            while not self._connected.is_set():  # it may break again before this task goes on
+                await self._connected.wait()
             worker = next(self._numbers)
             self._workers[worker] = writer
             self._uplink.put(worker, body_text(greeting), None, 0)

@@ -9,7 +9,7 @@ from typing import Any
 from tidewheel.elastic.layout import slots
 from tidewheel.elastic.nodes import Node
 from tidewheel.placement import failure_domain
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 
 @dataclass(frozen=True)

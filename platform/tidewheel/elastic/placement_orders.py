@@ -1,4 +1,4 @@
-"""The memory agents that the workers of a generation are told of: one choice for all ranks, and no table sent twice."""
+"""Tell the workers of a generation their memory agents: one choice for all ranks, and each table once per worker."""
 
 from __future__ import annotations
 

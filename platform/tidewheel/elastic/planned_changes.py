@@ -1,4 +1,4 @@
-"""Planned changes: the members of a generation are asked to leave at a step boundary, to go on with more or fewer."""
+"""Plan changes of size: the members of a generation leave at a step boundary, and the next has more or fewer."""
 
 from __future__ import annotations
 

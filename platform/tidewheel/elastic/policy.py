@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tidewheel.elastic.layout import largest_fit
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 QUICK = 2
 """Number of consecutive failures without progress before the run pauses between attempts."""

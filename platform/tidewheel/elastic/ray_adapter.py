@@ -30,7 +30,7 @@ from tidewheel.elastic.policy import Recovery
 from tidewheel.elastic.ray_process import LostWorkerError, one_line, train_environment, unwrapped
 from tidewheel.elastic.ray_workers import Workers
 from tidewheel.errors import ClusterError, TidewheelError
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # Ray: 2. How soon a lost worker is replaced

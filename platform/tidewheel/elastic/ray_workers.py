@@ -40,7 +40,7 @@ from tidewheel.elastic.ray_process import (
 from tidewheel.elastic.worker import RestartNeeded
 from tidewheel.errors import ClusterError, TidewheelError
 from tidewheel.placement import with_labels
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 logger = logging.getLogger(__name__)
 
@@ -395,7 +395,8 @@ class ElasticWorkerGroup:
         """Return each worker's status. A poll without an answer in time continues until the next call."""
         answers = [worker.poll() for worker in self.workers]
         done, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout)
-        return [self._status(worker, answered=worker.answer in done) for worker in self.workers]
+        answered = set(done)  # a list would be searched once for each of thousands of workers, four times a second
+        return [self._status(worker, answered=worker.answer in answered) for worker in self.workers]
 
     def _status(self, worker: Worker, *, answered: bool) -> WorkerStatus:
         if not answered:

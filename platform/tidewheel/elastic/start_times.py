@@ -1,4 +1,4 @@
-"""Measure what the start of a driver consists of, from the call of `fit` to the first step."""
+"""Measure the parts of a driver's start, from the call of `fit` to the first step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StartTimes:
         return self._detail()
 
     def _detail(self) -> dict[str, Any]:
-        """Return the seconds of each part; those of a moment that nobody reported belong to the next one."""
+        """Return the seconds of each part; those before a moment that nobody reported count towards the next part."""
         before = self._times[CALLED]
         parts: dict[str, float] = {}
         for moment, part in PARTS.items():

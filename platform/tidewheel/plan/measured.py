@@ -23,12 +23,15 @@ NEW_PROCESSES = "plain"
 """Event of the benchmark: a node is killed, and the recovery starts new processes for all workers."""
 
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class Agreement(Config):
     """Time from deaths until the last survivor has joined the next generation."""
 
     workers: int = Field(ge=2)
     deaths: int = Field(ge=1)
-    seconds: float = Field(ge=0, allow_inf_nan=False)
+    seconds: Seconds
 
 
 class ControlPlaneFile(Config):
@@ -42,16 +45,16 @@ class ElasticFile(Config):
     """What `python -m tests.benchmarks.elastic --output FILE` writes: seconds without a step, by event."""
 
     kind: Literal["elastic"]
-    seconds: dict[str, float]
+    seconds: dict[str, Seconds]
 
 
 class MemoryTierFile(Config):
     """What `python -m tests.benchmarks.memory_tier --output FILE` writes."""
 
     kind: Literal["memory_tier"]
-    keep_seconds: float = Field(ge=0, allow_inf_nan=False)
+    keep_seconds: Seconds
     """Time for which training stands still for one copy in memory."""
-    save_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    save_seconds: Seconds | None = None
     """Time for which it stands still for a save to storage; None if not measured."""
 
 
@@ -72,10 +75,10 @@ class StormRow(Config):
     """Most workers in a generation."""
     workers: int = Field(ge=1)
     """All workers, also those that stand by."""
-    step_seconds: float = Field(gt=0)
-    load_seconds: float = Field(ge=0)
+    step_seconds: float = Field(gt=0, allow_inf_nan=False)
+    load_seconds: Seconds
     """Simulated time of new process groups and of loading the state from memory."""
-    rejoined_seconds: float = Field(ge=0)
+    rejoined_seconds: Seconds
     """Median time from a kill until the next generation has formed."""
     effective: float = Field(ge=0)
     """Work of the committed steps, relative to all workers without a kill."""
@@ -113,14 +116,16 @@ def read(uri: str) -> tuple[One, ...]:
         uri: of the file.
 
     Raises:
-        ConfigError: it is missing, or no measurement.
+        ConfigError: it is missing, cannot be read, or is no measurement.
     """
     folder, name = storage.split(uri)
     fix = "give a file that tests.benchmarks.measured_times, or one of its benchmarks, wrote with --output"
     try:
         content = _ADAPTER.validate_json(folder.read(name))
-    except (FileNotFoundError, StorageError):
+    except FileNotFoundError:
         raise ConfigError("there is no such file", where=uri, fix=fix) from None
+    except StorageError as error:
+        raise ConfigError(f"it cannot be read: {error.what}", where=uri, fix=error.fix) from None
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"]))

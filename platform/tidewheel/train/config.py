@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import pydantic
@@ -14,8 +13,6 @@ from tidewheel.engines.serving.base import Decoding
 from tidewheel.models import adapters, families
 from tidewheel.models.family import KERNELS
 from tidewheel.parts import Code, Part, name_of
-from tidewheel.placement import PlacementConfig
-from tidewheel.shards.config import MixtureConfig
 from tidewheel.train import compressions, objectives, optimizers, schedules, stage_schedules
 from tidewheel.train.average import Average
 from tidewheel.train.batch_config import BatchConfig
@@ -23,18 +20,19 @@ from tidewheel.train.branching import Branch
 from tidewheel.train.callbacks import DEFAULT as CALLBACKS
 from tidewheel.train.callbacks import ChosenCallback
 from tidewheel.train.checkpoint_config import CheckpointConfig
+from tidewheel.train.data_config import DataConfig
+from tidewheel.train.elastic_config import ElasticConfig
+from tidewheel.train.evaluation_config import EvaluationConfig
 from tidewheel.train.fp8_config import Fp8Config
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
-from tidewheel.train.node_checks_config import NodeChecksConfig
 from tidewheel.train.outer_config import UNDECISIVE as OUTER_UNDECISIVE
 from tidewheel.train.outer_config import OuterConfig
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.policy.config import RolloutsConfig
 from tidewheel.train.policy.objective import PolicyObjective
-from tidewheel.train.tasks_config import TasksConfig
 
 
 class RunConfig(Config):
@@ -54,217 +52,6 @@ class RunConfig(Config):
         if value:
             Branch.parse(value)
         return value
-
-
-class DataConfig(Config):
-    """The data to train on, and their order."""
-
-    uri: str = ""
-    """URI of the training shard set (the folder with manifest.json)."""
-    mixture: MixtureConfig | None = None
-    """Several shard sets with given shares, instead of `uri`."""
-    validation: str | dict[str, str] = ""
-    """URI of the validation shard set, or several by domain, {web: URI, code: URI}; empty: no validation."""
-    reference: str = ""
-    """Preference pairs: folder of their log-probabilities under a reference model, as `tidewheel reference` printed it.
-    It holds those of the training and validation sets."""
-    teacher: str = ""
-    """Distillation: folder of a teacher's most likely tokens, as `tidewheel teacher` printed it, of the training
-    sets."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the order of sequences."""
-    cache: str = ""
-    """Local folder for shards read from an object store; default: a temporary one."""
-    prefetch: int = Field(default=2, ge=0, le=64)
-    """Batches read ahead."""
-    wait_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Train on a set that a pipeline with `pack.waves` is still writing: start with the waves that exist, and fail when
-    the next one has not come after this many seconds. 0: read finished sets only."""
-    verify: bool = True
-    """Hash each shard in the background when it is first read. No checkpoint is saved until the hashes are verified."""
-
-    @pydantic.model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if self.uri and self.mixture is not None:
-            raise ValueError("uri and mixture are both given: name one shard set, or the domains of a mixture")
-        if self.wait_seconds and self.mixture is not None:
-            raise ValueError("wait_seconds works only with uri: the sets of a mixture must be finished, because their "
-                             "sizes determine the shares; leave it out")
-        return self
-
-    @pydantic.field_validator("validation")
-    @classmethod
-    def _named(cls, value: str | dict[str, str]) -> str | dict[str, str]:
-        for name, uri in value.items() if isinstance(value, dict) else ():
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                raise ValueError(f"{name!r} is not a valid name of a validation set: use only letters, digits and "
-                                 ". _ -")
-            if not uri:
-                raise ValueError(f"validation set {name!r} has no URI")
-        return value
-
-    @property
-    def validation_sets(self) -> dict[str, str]:
-        """URIs of the validation sets by domain; a single set's domain is ""."""
-        if isinstance(self.validation, dict):
-            return dict(self.validation)
-        return {"": self.validation} if self.validation else {}
-
-    @property
-    def location(self) -> str:
-        """Location of the data for messages: the URI, or the setting of the mixture."""
-        return self.uri or ("data.mixture" if self.mixture else "data.uri")
-
-
-class AnswersConfig(Config):
-    """Prompts that the model answers while it trains, always with the most likely token."""
-
-    prompts: str = ""
-    """File of JSON lines, each {"messages": [...]} for the assistant's next turn or {"prompt": "..."} to be continued.
-    The model answers them before the first step and at each evaluation, and the report compares the answers. Empty:
-    none."""
-    new_tokens: int = Field(default=64, ge=1, le=4096)
-    """Largest number of tokens of an answer."""
-
-
-class EvaluationConfig(Config):
-    """Validation loss and the text sample."""
-
-    every_steps: int = Field(default=0, ge=0)
-    """Compute the validation loss at multiples of this many steps and at the end; 0: at the end only."""
-    sequences: int = Field(default=0, ge=0)
-    """Number of validation sequences to use, from the first; 0: all."""
-    separate: bool = False
-    """On a cluster, evaluate committed checkpoints in a process of its own on the driver's node, so that training never
-    waits. It evaluates the newest checkpoint once `every_steps` have passed."""
-    gpus: float = Field(default=0.0, ge=0)
-    """GPUs of the separate process, beside the workers'; 0: use the CPU."""
-    answers: AnswersConfig = AnswersConfig()
-    """Prompts to answer at each evaluation, side by side over time."""
-    prompt: str = "def "
-    """Beginning of the text sample."""
-    sample_tokens: int = Field(default=60, ge=0, le=4096)
-    """Length of the text sample; 0: none."""
-    sample_every_steps: int = Field(default=0, ge=0)
-    """Write a text sample at multiples of this many steps and at the end; 0: at the end only."""
-    temperature: float = Field(default=0.8, ge=0)
-    """Sampling temperature; 0: take the most likely token."""
-    top_k: int = Field(default=50, ge=0)
-    """Sample from the `top_k` most likely tokens; 0: from all."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the smallest set of most likely tokens whose probabilities add up to this."""
-    tasks: TasksConfig = TasksConfig()
-    """Evaluation tasks: multiple choice, likelihoods and generated answers, from task files."""
-
-    @pydantic.model_validator(mode="after")
-    def _possible(self) -> EvaluationConfig:
-        if self.separate and not self.every_steps:
-            raise ValueError("separate is true, but every_steps is 0: nothing is evaluated before the end; set "
-                             "every_steps, or leave separate out")
-        if self.separate and self.answers.prompts:
-            raise ValueError("answers.prompts are answered by the run's own workers at each evaluation, but separate "
-                             "is true, so that training never waits; nearest legal choice: separate false")
-        if self.gpus and not self.separate:
-            raise ValueError("gpus is for the separate process; nearest legal choice: separate true")
-        return self
-
-
-class ElasticConfig(Config):
-    """Number of workers, their resources, and how the run recovers."""
-
-    min_workers: int = Field(default=1, ge=1)
-    """Least number of workers; with fewer the run waits."""
-    max_workers: int = Field(default=1, ge=1)
-    """Largest number of workers."""
-    cpus_per_worker: float = Field(default=1.0, gt=0)
-    """CPUs reserved, and threads used, per worker."""
-    gpus_per_worker: float = Field(default=0.0, ge=0)
-    """GPUs reserved per worker; 0: train on CPU."""
-    resources_per_worker: dict[str, float] = Field(default_factory=dict)
-    """Further resources reserved per worker, by the names that nodes offer them under: {accelerator: 1}."""
-    max_failures: int = Field(default=-1, ge=-1)
-    """Give up after this many failures of any cause, including lost nodes; -1: never, because a long run on spot nodes
-    loses thousands."""
-    max_failures_without_progress: int = Field(default=3, ge=-1)
-    """Give up after this many failures in a row without a new furthest step, if the run itself causes them: errors that
-    workers on several nodes raise, or a run's only worker. Lost workers and nodes do not count. -1: never; the pauses
-    between tries grow. The default tries each way to recover once."""
-    backoff_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Pause before the third try in a row without progress; it doubles with each further try. The first two tries are
-    immediate, because most failures are over by then."""
-    max_backoff_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-    """Longest pause between two tries."""
-    readmit_after_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """How long to leave out a device or node whose errors have ended a generation twice. Then a worker there probes
-    itself and is readmitted. The time doubles with each further failure, so that a broken GPU costs few attempts."""
-    readmit_at_most_seconds: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
-    """Longest time to leave out a device or node. Its failures are forgotten after twice this time."""
-    join_wait_seconds: float = Field(default=5.0, ge=0)
-    """Wait this long after a node joins for further nodes, so that they join in one resize."""
-    resize_interval_seconds: float = Field(default=10.0, gt=0)
-    """Least time between two decisions whether to grow."""
-    hold_seconds: float = Field(default=60.0, gt=0)
-    """Call off a planned change when the workers have not saved and stopped after this long."""
-    slow_worker: Literal["ignore", "report", "replace"] = "report"
-    """What to do about a worker that is `slow_factor` times slower than the median of all workers for
-    `metrics.straggler.window` readings in a row. report: record an event with its rank, node and factor. replace: also
-    drain its node if the run is faster without it, because a standby worker takes over or the remaining workers make
-    up for it. The node is used again only when there is no other."""
-    slow_factor: float = Field(default=1.5, gt=1)
-    """See `slow_worker`."""
-    share_by_speed_every_steps: int = Field(default=0, ge=0)
-    """Steps between two looks at how fast the workers are. A slower one then computes fewer virtual ranks of each step,
-    so that workers on different devices are done at the same time. In reproducible mode the result has the same bits.
-    For `parallel.data` ddp and zero1 without other dimensions. 0: all have the same share."""
-    start_timeout_seconds: float = Field(default=120.0, gt=0)
-    """Fail when fewer than the least number of workers can be placed for this long. Also the time limit for the start
-    of a process."""
-    recovery: Literal["in_place", "kept", "plain"] = "in_place"
-    """What to try first after a failure; if it does not help, the next is tried. in_place: the remaining processes
-    continue on their own. kept: Ray Train restarts its workers in the processes that still answer. plain: Ray Train
-    restarts them in new processes."""
-    standby_workers: int = Field(default=0, ge=0)
-    """Warm workers beyond max_workers, where there is room, that replace a lost worker at once."""
-    heartbeat_seconds: float = Field(default=3.0, gt=0)
-    """Cut off a worker that gives no sign of life for this long while others wait for it."""
-    leave_seconds: float = Field(default=5.0, gt=0)
-    """Cut off a worker that does not leave a broken generation within this time, or within six times this time while
-    its training thread uses the CPU. An idle machine takes far less, and a hung worker delays the others."""
-    relay_workers: int = Field(default=512, ge=0)
-    """With `max_workers` of this many and a memory tier, the workers of a node share one connection to the coordinator,
-    through the memory agent of their node. A worker whose agent is silent for a quarter of `heartbeat_seconds` goes on
-    with a connection of its own. 0: each worker has its own, however many there are."""
-    node_checks: NodeChecksConfig = NodeChecksConfig()
-    """Tests that a node must pass, and what its failures in the past mean."""
-    placement: PlacementConfig = PlacementConfig()
-    """Nodes that workers run on. Others are not counted, and an autoscaler is not asked for them."""
-
-    @pydantic.field_validator("resources_per_worker")
-    @classmethod
-    def _further(cls, value: dict[str, float]) -> dict[str, float]:
-        for name, amount in value.items():
-            if name in ("CPU", "GPU"):
-                raise ValueError(f"{name} has a setting of its own: {name.lower()}s_per_worker")
-            if amount <= 0:
-                raise ValueError(f"{amount:g} {name}: amounts are positive")
-        return value
-
-    @property
-    def needs(self) -> dict[str, float]:
-        """Resources reserved per worker, by Ray's names."""
-        gpus = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
-        return {"CPU": self.cpus_per_worker, **gpus, **self.resources_per_worker}
-
-    @property
-    def relayed(self) -> bool:
-        """Whether the workers of a node share a connection."""
-        return 0 < self.relay_workers <= self.max_workers
-
-    @pydantic.model_validator(mode="after")
-    def _ordered(self) -> ElasticConfig:
-        if self.min_workers > self.max_workers:
-            raise ValueError(f"min_workers {self.min_workers} is more than max_workers {self.max_workers}")
-        return self
 
 
 class TrainConfig(Config):

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from tidewheel.train.callback import Callback
     from tidewheel.train.checkpoint_config import CheckpointConfig
     from tidewheel.train.compression import Compression
-    from tidewheel.train.config import DataConfig, ElasticConfig, EvaluationConfig, RunConfig, TrainConfig
+    from tidewheel.train.config import RunConfig, TrainConfig
+    from tidewheel.train.data_config import DataConfig
+    from tidewheel.train.elastic_config import ElasticConfig
+    from tidewheel.train.evaluation_config import EvaluationConfig
     from tidewheel.train.fp8_config import Fp8Config
     from tidewheel.train.guards.config import GuardsConfig
     from tidewheel.train.logs.config import LogsConfig

@@ -23,7 +23,7 @@ from tidewheel.elastic.member import Member, RunControl
 from tidewheel.elastic.messages import ExitReason, Join, Over
 from tidewheel.ownership import acquire
 from tidewheel.storage import store
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 Links = Callable[[tuple[str, int]], AbstractContextManager[Network]]
 STEPS = 1_000_000

@@ -29,11 +29,12 @@ from tidewheel.elastic.messages import (
     StepDone,
     WorkerEvent,
 )
+from tidewheel.elastic.node_watch import NodeChanges
 from tidewheel.elastic.placement_orders import PlacementOrders
 from tidewheel.errors import OwnershipError
 from tidewheel.ownership import Timing, acquire
 from tidewheel.storage import store
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.history import RunHistory
 
 
@@ -167,6 +168,78 @@ def test_a_worker_that_dies_before_it_connects_disturbs_nobody(tmp_path, quiet):
     assert coordinator.fenced() == {"b"}
     client.send(Left(0, ExitReason.FINISHED, ""))
     coordinator.end()
+
+
+def test_a_worker_that_is_lost_while_it_waits_for_its_nodes_agent_gets_no_rank(tmp_path, quiet, monkeypatch):
+    """Its machine is gone, and with it the agent that the worker waits for: nobody would answer as its rank."""
+    monkeypatch.setattr("tidewheel.elastic.lobby.AGENT_SECONDS", 0.3)
+    coordinator = coordinator_of(tmp_path)
+    coordinator._agents = AgentSupervisor(NoAgents())
+    coordinator.start("127.0.0.1")
+    endpoint = coordinator.endpoint()
+    closed = Event()
+    coordinator.expect({"a": "n"}, True)
+    client = Client(endpoint.address, Hello("a", "n", endpoint.token), print, closed.set)
+    until = time.monotonic() + 60
+    while not client.welcomed:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    coordinator._decide(lambda: coordinator._note_nodes(NodeChanges((), {"n": "host"}, {})))
+    assert closed.wait(60)
+    time.sleep(1)
+    assert coordinator.snapshot().generation == -1
+    assert not coordinator._membership.workers
+    coordinator.end()
+
+
+def test_agents_are_started_again_after_ray_did_not_answer(tmp_path, quiet):
+    """Ray's control store was away for a moment. The thread that starts agents must outlive that."""
+    agents = AwayAtFirst()
+    events = SimpleQueue()
+    supervisor = AgentSupervisor(agents, lambda kind, detail: events.put((kind, detail["where"])))
+    supervisor.want(["m"])
+    assert events.get(timeout=60) == ("control_error", "agents")
+    until = time.monotonic() + 60
+    while not supervisor.has("m"):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    supervisor.end(over=True)
+
+
+def test_agents_of_nodes_whose_workers_are_all_cut_off_are_looked_for_again(tmp_path, quiet):
+    """The node may be stopped, and its agent with it. A node that still has a worker keeps its agent."""
+    lost = []
+    coordinator = coordinator_of(tmp_path, ElasticConfig(max_workers=3), (1, 2, 3))
+    coordinator._agents = AgentSupervisor(AgentAddresses())
+    coordinator._agents.lost = lambda node, for_good: lost.append((node, for_good))
+    coordinator.start("127.0.0.1")
+    coordinator.expect({"a": "m", "b": "n", "c": "n"}, True)
+    coordinator.dead(["b"], "its actor died")
+    coordinator._decide(coordinator.tick)
+    assert lost == []
+    coordinator.dead(["a", "c"], "their actors died")
+    coordinator._decide(coordinator.tick)
+    assert sorted(lost) == [("m", False), ("n", False)]
+    coordinator.end()
+
+
+class NoAgents(AgentAddresses):
+    """No agent ever answers."""
+
+    def on(self, nodes, seconds):
+        return {}
+
+
+class AwayAtFirst(AgentAddresses):
+    """Agents of a Ray cluster whose control store does not answer the first call."""
+
+    asked = 0
+
+    def on(self, nodes, seconds):
+        self.asked += 1
+        if self.asked == 1:
+            raise OSError("the control store does not answer")
+        return super().on(nodes, seconds)
 
 
 class Workers:

@@ -96,6 +96,8 @@ def test_fatal_xid_errors_of_this_gpu_are_found_in_the_kernels_log(problems):
     assert problems((line(79, 9_000),)) == ["Xid 79: fell off the bus"]
     assert problems((line(79, 5_000),)) == []  # more than an hour ago
     assert problems((line(79, 9_000, "0000:0b:00"),)) == []  # another GPU
+    assert problems((line(79, 9_000, "0001:0a:00"),)) == []  # another GPU, at this address of another PCI domain
+    assert problems((line(79, 9_000, "0a:00"),)) == ["Xid 79: fell off the bus"]  # old drivers name no domain
     assert problems((line(31, 9_000),)) == []  # a program's own mistake
     assert problems(("nonsense", ";", "3,1,x,-;NVRM: Xid (PCI:0000:0a:00): 94, x")) == []
 
@@ -104,6 +106,21 @@ def test_a_kernels_log_that_cannot_be_read_is_empty(tmp_path: Path):
     assert gpu_probe.kernel_log(str(tmp_path / "none")) == []
     (tmp_path / "log").write_text("3,1,1,-;one\n3,2,2,-;two\n")
     assert gpu_probe.kernel_log(str(tmp_path / "log")) == ["3,1,1,-;one", "3,2,2,-;two"]
+
+
+def test_records_that_follow_overwritten_ones_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A storm of messages overwrites records while they are read; the errors that matter are the newest."""
+    (tmp_path / "log").touch()
+    reads: list[bytes | OSError] = [b"3,1,1,-;one\n", BrokenPipeError(), b"3,9,9,-;nine\n", BlockingIOError()]
+
+    def read(descriptor: int, count: int) -> bytes:
+        answer = reads.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(gpu_probe.os, "read", read)
+    assert gpu_probe.kernel_log(str(tmp_path / "log")) == ["3,1,1,-;one", "3,9,9,-;nine"]
 
 
 def test_without_the_package_or_a_gpu_nothing_is_known(monkeypatch: pytest.MonkeyPatch):

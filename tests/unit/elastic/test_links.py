@@ -27,7 +27,7 @@ from tidewheel.elastic.links import Link, judge, neighbours
 from tidewheel.elastic.messages import Hello
 from tidewheel.ownership import acquire
 from tidewheel.storage import store
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 FACTOR = 4.0
 SLOW_BYTES_PER_SECOND = 1e6
@@ -84,6 +84,16 @@ def test_each_node_tests_two_neighbours_and_a_new_node_tests_only_its_own(count:
     assert len({frozenset(pair) for pair in pairs}) == len(pairs) == expected
     new = draw.draw(st.sampled_from(nodes))
     assert neighbours(nodes, {new}) == [pair for pair in pairs if new in pair]
+
+
+def test_the_links_of_a_large_cluster_are_judged_in_time():
+    """A bad switch slows hundreds of nodes down. The judge shares its process with the coordinator."""
+    nodes = [f"n{number:04}" for number in range(2_000)]
+    bad = set(nodes[::10])
+    links = [link(pair, 1e6 if bad.intersection(pair) else 1e9) for pair in neighbours(nodes, nodes)]
+    began = time.process_time()
+    assert set(judge(links, FACTOR).out) == bad
+    assert time.process_time() - began < 4
 
 
 def test_a_broken_link_and_a_long_way_are_slow():

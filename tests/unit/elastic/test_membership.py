@@ -351,6 +351,27 @@ def test_a_slow_worker_ends_when_its_substitute_trains():
     assert set(world.membership.workers) == {"a", "b"}
 
 
+def test_a_process_that_fails_its_test_does_not_end_the_workers_that_train_on_its_node():
+    """They are not asked to probe themselves while they train: the limit would pass before they could answer."""
+    world = World((1, 2))
+    world.membership.expect({"a": "n", "b": "n"}, world.now, anew=True)
+    world.come("a", "b", node="n")
+    world.membership.expect({"c": "n"}, world.now)
+    world.membership.hello("c", "n", world.now, problem="the disk is full")
+    assert world.fenced == ["c"]
+    for step in range(1, 300):
+        world.run(step)
+        world.wait(1, "a", "b")
+    assert world.fenced == ["c"]
+    assert world.take_receivers("probe") == []
+    world.healthy = True
+    world.fail("a")  # in the next generation they take part only after a probe
+    world.wait(10, "a", "b")
+    assert world.asked == []
+    assert set(world.take_receivers("probe")) <= {"a", "b"}
+    assert world.membership.phase is Phase.RUNNING
+
+
 def test_too_few_workers_for_too_long_lead_to_a_restart():
     world = World((2, 4))
     world.start("a", "b")

@@ -26,7 +26,7 @@ from tidewheel.elastic.node_health import NodeHealth
 from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.policy import FailureBudget, Resizer
 from tidewheel.ownership import acquire
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 from tidewheel.train.node_checks_config import NodeChecksConfig
 
 HOUR = 3600.0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +20,7 @@ from tests.unit.elastic.test_connection import until
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic import sessions
 from tidewheel.elastic.client import Client
-from tidewheel.elastic.connection import Endpoint
+from tidewheel.elastic.connection import MOST_BYTES, Endpoint
 from tidewheel.elastic.messages import (
     Abort,
     AgentTable,
@@ -171,6 +175,56 @@ def test_workers_continue_their_sessions_without_the_relay(server: Server, relay
     assert not any(worker.ended.is_set() for worker in workers.values())
 
 
+def test_a_worker_returns_to_a_relay_that_closed_its_connection_while_it_sent(server: Server, relay: NodeRelay,
+                                                                              handler: Handler) -> None:
+    """A message that cannot be sent because the connection is closed says nothing about the next connection."""
+    reading, dropped = threading.Event(), threading.Event()
+
+    def on_message(message: CoordinatorMessage) -> None:
+        reading.set()
+        dropped.wait(60)  # the reading thread does not notice meanwhile
+
+    client = Client(server.address, Hello("a", "n", TOKEN), on_message, print, relay=relay.address, relay_seconds=60.0)
+    until(lambda: client.welcomed)
+    send(server, "a", Abort(1))
+    assert reading.wait(60)
+    relay._loop.call_soon_threadsafe(relay._drop_all)
+    for value in range(5):
+        client.send(WorkerEvent("said", {"value": value}, 0.0))
+        time.sleep(0.05)
+    dropped.set()
+    until(lambda: handler.values == {"a": list(range(5))})
+    time.sleep(0.5)
+    assert [kind for kind, _ in handler.events] == []
+    assert ("returned", "a") in handler.calls
+    client.close()
+
+
+def test_nothing_follows_a_line_that_a_relay_took_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows would be lost with the line, and the acknowledgement of a later message would hide that."""
+    monkeypatch.setattr(Client, "_run", lambda self: None)  # the reading thread has not noticed yet
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(("127.0.0.1", 1), Hello("a", "n", TOKEN), print, print, relay=listener.getsockname()[:2],
+                        relay_seconds=0.1)
+        relay, _ = listener.accept()
+        with relay:
+            client.send(WorkerEvent("said", {"text": "x" * (64 << 20)}, 0.0))
+            relay.setblocking(False)
+            taken = b"".join(arrived(relay))
+            assert not taken.endswith(b"\n")
+            client.send(Beat(1, 1))
+            client.send(WorkerEvent("said", {"value": 2}, 0.0))
+            time.sleep(0.2)
+            assert b"".join(arrived(relay)) == b""
+        client.close()
+
+
+def arrived(connection: socket.socket) -> Iterator[bytes]:
+    """Yield what arrives on a non-blocking connection until nothing more does for a moment."""
+    while select.select([connection], [], [], 0.2)[0] and (data := connection.recv(1 << 20)):
+        yield data
+
+
 def test_messages_arrive_once_although_the_relays_connection_is_reset(server: Server, handler: Handler) -> None:
     rng = random.Random(1)
     with network(server.address) as between:
@@ -209,6 +263,43 @@ def test_a_relay_ends_with_its_coordinator_and_so_do_its_workers(monkeypatch: py
     server.stop()
     assert ended.wait(60)
     assert worker.ended.wait(60)
+
+
+def test_a_worker_waits_for_the_coordinator_although_a_connection_to_it_broke_at_once() -> None:
+    """Its hello would go nowhere, and the relay's signs of life would keep it waiting for the welcome."""
+    relay = NodeRelay("127.0.0.1", Endpoint(("127.0.0.1", 1), TOKEN), "n", lambda: None)
+    writer: Any = object()
+
+    async def connect() -> list[int]:
+        serving = asyncio.create_task(relay._serve(Hello("a", "n", ""), asyncio.StreamReader(), writer))
+        await asyncio.sleep(0)
+        relay._connected.set()
+        relay._connected.clear()
+        await asyncio.sleep(0.01)
+        known = [len(relay._workers)]
+        relay._connected.set()
+        await asyncio.sleep(0.01)
+        known.append(len(relay._workers))
+        serving.cancel()
+        return known
+
+    assert asyncio.run(connect()) == [0, 1]
+
+
+def test_a_relay_ends_at_a_line_that_it_cannot_pass_on(caplog: pytest.LogCaptureFixture) -> None:
+    """The coordinator would send it again on each new connection. The workers read it on their own ones."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = NodeRelay("127.0.0.1", Endpoint(listener.getsockname()[:2], TOKEN), "n", ended.set)
+        relay.start()
+        coordinator, _ = listener.accept()
+        with coordinator:
+            assert coordinator.recv(1 << 16)  # its greeting
+            with contextlib.suppress(OSError):  # the relay hangs up
+                coordinator.sendall(b"x" * (2 * MOST_BYTES) + b"\n")
+            assert ended.wait(60)
+    assert "connect to the coordinator directly: a line of" in caplog.text
+    relay.stop()
 
 
 def test_a_peer_without_the_token_gets_no_session(server: Server, relay: NodeRelay, handler: Handler) -> None:

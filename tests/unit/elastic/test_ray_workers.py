@@ -24,7 +24,7 @@ from tidewheel.elastic.ray_process import (
 from tidewheel.elastic.ray_workers import ElasticWorkerGroup, Workers
 from tidewheel.elastic.worker import RestartNeeded
 from tidewheel.errors import ClusterError, OwnershipError, ShardError
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 RUNNING = WorkerStatus(running=True)
 
@@ -535,6 +535,24 @@ def test_resources_and_settings_of_ray_train_are_passed_on(monkeypatch: pytest.M
     assert train_environment()["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] == "9"
     assert not [name for name in train_environment() if not name.startswith("RAY_TRAIN_")]
     assert os.environ["RAY_ADDRESS"] == "elsewhere"
+
+
+def test_a_poll_of_many_workers_looks_up_each_answer_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done four times a second in the controller: a search for each answer takes 0.07 s of CPU
+    with 1,024 workers."""
+    compared = [0]
+
+    def equal(one: object, other: object) -> bool:
+        compared[0] += 1
+        return one is other
+
+    world.add("n")
+    group = world.start()
+    group.workers = [Worker(Actor(world.ray, "n"), f"w{index}", "n") for index in range(200)]
+    monkeypatch.setattr(Answer, "__eq__", equal)
+    monkeypatch.setattr(Answer, "__hash__", object.__hash__)
+    assert len(group._poll(1.0)) == 200
+    assert compared[0] < 1000
 
 
 def test_a_poll_that_is_pending_is_not_repeated():

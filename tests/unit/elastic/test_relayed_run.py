@@ -21,7 +21,7 @@ from tidewheel.elastic.messages import Abort, ExitReason, Hello, Left
 from tidewheel.elastic.node_relay import NodeRelay
 from tidewheel.ownership import acquire
 from tidewheel.storage import store
-from tidewheel.train.config import ElasticConfig
+from tidewheel.train.elastic_config import ElasticConfig
 
 
 class AgentsWithRelays(AgentAddresses):

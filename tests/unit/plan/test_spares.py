@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from tests.unit.report.test_explain import A, B, Recorded
 from tidewheel.cli import run_command
-from tidewheel.errors import ConfigError
+from tidewheel.errors import ConfigError, StorageError
 from tidewheel.plan import spares
 from tidewheel.plan.config import TIERS, FailureConfig, GoodputConfig
 from tidewheel.plan.measured import applied, storms
 from tidewheel.plan.mechanisms import MECHANISMS, effective_times
+from tidewheel.storage import store
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +104,24 @@ def test_one_file_holds_what_several_benchmarks_measured(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("content", "says"), [
     (None, "there is no such file"), ("{}", "no measurement"), ('{"kind": "elastic"}', "seconds"),
-    ('{"kind": "elastic", "seconds": {}, "more": 1}', "more")])
+    ('{"kind": "elastic", "seconds": {}, "more": 1}', "more"),
+    ('{"kind": "elastic", "seconds": {"worker": -1}}', "worker")])
 def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path, content: str | None, says: str) -> None:
     path = tmp_path / "file.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=says):
         applied(GoodputConfig(), [str(path)])
+
+
+def test_storage_that_does_not_answer_is_no_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: Any, key: str) -> bytes:
+        raise StorageError("access denied", where=key, fix="give credentials")
+
+    monkeypatch.setattr(type(store(tmp_path)), "read", read)
+    with pytest.raises(ConfigError, match="cannot be read: access denied") as raised:
+        applied(GoodputConfig(), [str(tmp_path / "file.json")])
+    assert raised.value.fix == "give credentials"
 
 
 def test_each_mechanism_contributes_and_all_together_most(capsys: Any) -> None:

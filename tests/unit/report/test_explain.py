@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -280,9 +281,30 @@ def test_nodes_that_failed_in_several_runs_are_told_with_their_exclusion(run: Re
     [line] = told.history
     assert (line.host, line.failures, line.runs, line.excluded_until) == ("10.0.0.2", 2, 2, BEGAN - 100 + 3600)
     text = "\n".join(lines(told))
-    assert "10.0.0.2: 2 failures in 2 runs, the newest at 2026-09-21 14:11 (no sign of life for 3 s); runs do" in text
+    assert "10.0.0.2: 2 failures in 2 runs, the newest at 2026-09-21 14:11 (no sign of life for 3 s); new runs " \
+           "avoid it, if they can, until 2026-09-21 15:11" in text
     assert as_json(told)["node_history"][0]["host"] == "10.0.0.2"
+    later = run.told(now=4_000)
+    assert "avoid" not in "\n".join(lines(later))  # new runs use it again
+    assert as_json(later)["node_history"][0]["excluded_until"] is None
     assert not run.told(now=90_000).history  # a day later
+
+
+def test_a_run_of_another_release_with_other_settings_is_explained(run: Recorded) -> None:
+    run.store.write_json("run.json", {"id": "night", "config": {"elastic": {"node_checks": {"unknown": 1}}}})
+    assert run.begin().told(now=20).history == ()
+
+
+def test_the_work_for_a_run_with_many_events_grows_with_their_number(run: Recorded) -> None:
+    """A month in which storage was often unavailable: looking through all events for each one took minutes."""
+    run.begin()
+    for number in range(12_000):
+        run.event(20 + 700 * number, "storage_away", reason="timed out")
+        run.event(21 + 700 * number, "save", step=number)
+    began = time.process_time()
+    told = run.told(now=1e8)
+    assert len(told.incidents) == 12_001
+    assert time.process_time() - began < 6
 
 
 def test_a_node_that_is_left_out_is_told(run: Recorded) -> None:
@@ -344,6 +366,14 @@ def test_how_a_run_ended(owned: Recorded, last: Any, state: State) -> None:
     owned.log.release(owned.log.head().epoch)
     told = owned.told(now=15)
     assert (told.health.state, told.health.healthy) == (state, state is State.STOPPED)
+
+
+def test_a_run_that_ended_by_an_error_without_a_text_is_explained(owned: Recorded) -> None:
+    owned.begin().fail(13, "", restart=False)
+    owned.log.release(owned.log.head().epoch)
+    told = owned.told(now=15)
+    assert told.health.state is State.FAILED
+    assert told.health.text.startswith("ended by an error: none was recorded;")
 
 
 def test_a_finished_run_is_healthy(owned: Recorded) -> None:

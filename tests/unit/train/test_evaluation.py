@@ -20,7 +20,8 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.shards.reader import ShardSet
 from tidewheel.train import evaluation, parallel
 from tidewheel.train.collectives import Collectives
-from tidewheel.train.config import DataConfig, TrainConfig
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.data_config import DataConfig
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime
 

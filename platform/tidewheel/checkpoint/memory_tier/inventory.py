@@ -72,7 +72,6 @@ class Recoverable:
         in_memory = all(any(copy.origin != "disk" for copy in copies) for copies in self.copies if copies)
         return "memory" if in_memory else "disk"
 
-
     @property
     def lost(self) -> list[int]:
         """Ranks whose parts are lost, of which other ranks have copies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class NodeHistoryLine:
     text: str
     """Error of the newest one."""
     excluded_until: float
-    """Unix seconds; in the past if new drivers may use the node."""
+    """Unix seconds until which new drivers do without the node; -inf: they may use it."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,11 @@ def history_of(uri: str, run: dict[str, Any], now: float) -> tuple[NodeHistoryLi
         run: run.json.
         now: Unix seconds.
     """
-    checks = NodeChecksConfig.model_validate(run.get("config", {}).get("elastic", {}).get("node_checks", {}))
+    try:
+        checks = NodeChecksConfig.model_validate(run.get("config", {}).get("elastic", {}).get("node_checks", {}))
+    except ValueError as error:  # of another release: what a run records outlives the settings
+        logger.warning("the run's node_checks cannot be read, so the defaults count: %s", error)
+        checks = NodeChecksConfig()
     folder = storage.store(checks.history or uri.rstrip("/").rpartition("/")[0] or ".")
     since = now - checks.within_seconds
     try:
@@ -141,10 +146,13 @@ def history_of(uri: str, run: dict[str, Any], now: float) -> tuple[NodeHistoryLi
         logger.warning("the history of the nodes cannot be read: %s", error)
         return ()
     records = node_history.by_host(failures, since)
-    lines = [NodeHistoryLine(host, len(record.failures), len({failure.run for failure in record.failures}),
-                             record.failures[-1].time, record.failures[-1].text,
-                             record.excluded_until(checks.failures, checks.exclude_seconds))
-             for host, record in records.items() if len(record.failures) > 1]
+    lines = []
+    for host, record in records.items():
+        if len(record.failures) > 1:
+            newest = record.failures[-1]
+            until = record.excluded_until(checks.failures, checks.exclude_seconds)
+            lines.append(NodeHistoryLine(host, len(record.failures), len({failure.run for failure in record.failures}),
+                                         newest.time, newest.text, until if until > now else -math.inf))
     return tuple(sorted(lines, key=lambda line: (-line.failures, line.host)))
 
 

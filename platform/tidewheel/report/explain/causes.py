@@ -83,6 +83,10 @@ _ALL = (
           "such a node by itself.", blames_node=True),
     Cause("memory_tier", "copy in memory lost",
           "Nothing: the copy is made again. Until then a failure would go back to the last checkpoint in storage."),
+    Cause("local_disk", "copy on a local disk failed",
+          "Training goes on. By the reason: free space on the disk, raise checkpoint.local_disk.limit_bytes, or, for a "
+          "slow disk, raise checkpoint.local_disk.every_steps. Until then the end of all processes costs the steps "
+          "since the last checkpoint in storage."),
     Cause("generator", "rollout generator lost",
           "Nothing: its groups are sampled again. If it repeats, read `tidewheel logs`."),
     Cause("side_task", "side task failed",
@@ -144,7 +148,7 @@ ALONE = {
     "checkpoint_refused": ("damaged_checkpoint", ("checkpoint", "reason")),
     "memory_refused": ("damaged_checkpoint", ("reason",)),
     "shard_read_again": ("bad_data", ("shard", "problem")),
-    "local_disk_refused": ("memory_tier", ("reason",)), "local_disk_failed": ("memory_tier", ("reason",)),
+    "local_disk_refused": ("local_disk", ("reason",)), "local_disk_failed": ("local_disk", ("reason",)),
     "memory_tier_lost": ("memory_tier", ("reason",)), "replica_lost": ("memory_tier", ("reason",)),
     "generator_lost": ("generator", ("why",)), "slow_worker": ("slow_worker", ("gpu",)),
     "straggler": ("slow_worker", ("gpu",)), "slow_link": ("slow_worker", ("hosts", "figures")),

@@ -117,9 +117,10 @@ def _ended(events: Sequence[Event], owner: Owner | None, now: float) -> tuple[St
     if last is not None and last.kind == "stopped":
         return State.STOPPED, f"stopped on request at step {last.detail.get('step', last.step)}"
     if last is not None and last.kind == "failure" and last.detail.get("restart") is False:
-        return State.FAILED, f"ended by an error: {str(last.detail.get('error', '')).splitlines()[0][:200]}"
-    how = "has ended" if owner.record.released else f"gives no sign of life since {duration(now - owner.beat)}" if (
-        owner.beat) else "gives no sign of life"
+        first_line = str(last.detail.get("error") or "none was recorded").partition("\n")[0]
+        return State.FAILED, f"ended by an error: {first_line[:200]}"
+    how = "has ended" if owner.record.released else f"has given no sign of life for {duration(now - owner.beat)}" if (
+        owner.beat) else "has given no sign of life"
     return State.DEAD, f"its driver, {owner.record.holder}, {how}"
 
 

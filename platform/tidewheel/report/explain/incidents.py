@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,7 +110,10 @@ class _Teller:
         self._events, self._names = events, names
         self._lost = [event for event in events if event.kind == "node_lost"]
         self._drained = {node for event in events if event.kind == "node_draining" for node in nodes_of(event)}
-        self._generation = -1
+        self._found = [event for event in events if event.kind in ("hang", "corruption")]
+        begun = [event for event in events if event.kind in ("start", "resume")]
+        self._begun = [event.time for event in begun]
+        self._generations = [event.detail.get("generation") for event in begun]
         self._told = set[int]()  # identities of events that are part of an incident
 
     def of(self, disturbance: Disturbance) -> list[Incident]:
@@ -176,8 +180,8 @@ class _Teller:
                 if near and set(self._named(nodes_of(lost))) & set(nodes):
                     key = "node_lost"
                     self._told.add(id(lost))
-        for found in self._events:
-            if found.kind == key and key in ("hang", "corruption") and 0 <= event.time - found.time < FOUND_SECONDS:
+        for found in self._found:
+            if found.kind == key and 0 <= event.time - found.time < FOUND_SECONDS:
                 self._told.add(id(found))
                 nodes = self._named(nodes_of(found)) or nodes
                 ranks = tuple(found.detail.get("ranks", ())) or ranks
@@ -237,9 +241,8 @@ class _Teller:
 
     def _at(self, event: Event) -> Any:
         """Return the generation that trained when an event was recorded."""
-        begun = [other.detail.get("generation") for other in self._events
-                 if other.kind in ("start", "resume") and other.time <= event.time]
-        return begun[-1] if begun else -1
+        count = bisect_right(self._begun, event.time)
+        return self._generations[count - 1] if count else -1
 
     def _named(self, nodes: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._names.of(node) for node in nodes))

@@ -33,7 +33,7 @@ def section(account: Account) -> list[Html]:
             (node, ", ".join(f"{name} × {count}" for name, count in counts.most_common()))
             for node, counts in account.repeaters.items()]))
     if account.history:
-        blocks.append(tag("h3", "Nodes that failed more than once of late, in all runs of this folder"))
+        blocks.append(tag("h3", "Nodes that failed more than once of late, in all runs of this folder (UTC)"))
         blocks += [tag("p", printable(history_line(line))) for line in account.history]
     shown = account.incidents[-MAX_INCIDENTS:]
     if shown:

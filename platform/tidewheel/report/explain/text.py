@@ -57,7 +57,7 @@ def _lines(account: Account, every: bool) -> Iterator[str]:
         yield "  test them (`tidewheel doctor --address auto`), and leave them out if it happens again"
         yield ""
     if account.history:
-        yield "Nodes that failed more than once of late, in all runs of this folder"
+        yield "Nodes that failed more than once of late, in all runs of this folder (UTC)"
         yield from (f"  {line}" for line in map(history_line, account.history))
         yield ""
     yield from _timeline(account, every)
@@ -112,7 +112,8 @@ def history_line(line: NodeHistoryLine) -> str:
             f"({shorten(' '.join(line.text.split()), TEXT_CHARACTERS // 2)})")
     if line.excluded_until == -math.inf:
         return text
-    return text + time.strftime("; runs do without it, if they can, until %H:%M", time.gmtime(line.excluded_until))
+    until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(line.excluded_until))
+    return f"{text}; new runs avoid it, if they can, until {until}"
 
 
 def _timeline(account: Account, every: bool) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tidewheel.checkpoint.memory_tier.agent import Agent
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
 from tidewheel.checkpoint.memory_tier.inventory import ask
 from tidewheel.checkpoint.memory_tier.part_reader import PartReader
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.restore import candidates, inventory
 from tidewheel.checkpoint.memory_tier.slots import REPLICA_SLOTS, SLOTS_PER_WORKER
 from tidewheel.checkpoint.verify import list_checkpoints
@@ -216,6 +219,30 @@ def test_the_supervisor_tells_the_agents_how_the_run_has_ended(over, monkeypatch
     monkeypatch.setattr(Agents, "abandon", lambda self: calls.append("abandon"))
     AgentSupervisor(Agents("run")).end(over=over)
     assert calls == ["stop" if over else "abandon"]
+
+
+@pytest.mark.parametrize(("end", "function"), [(Agents.stop, "protocol.connect"), (Agents.abandon, "inventory.ask")])
+def test_agents_are_told_of_the_end_at_the_same_time(end, function, monkeypatch):
+    """A few nodes that do not answer must not keep the driver from the others: it waits a few seconds for all."""
+    together = threading.Barrier(8, timeout=30)
+    told = []
+
+    def frozen(*_, **__):
+        together.wait()
+        told.append(1)
+        raise OSError("timed out")
+
+    monkeypatch.setattr(f"tidewheel.checkpoint.memory_tier.{function}", frozen)
+    monkeypatch.setattr("tidewheel.checkpoint.memory_tier.slots.sweep", list)
+    agents = Agents("run")
+    agents._addresses = {f"node {number}": Address("h", number) for number in range(8)}
+    ended = SimpleNamespace(close_log=SimpleNamespace(remote=lambda: None))
+    agents._actors = dict.fromkeys(agents._addresses, ended)
+    monkeypatch.setattr("ray.wait", lambda *_, **__: ([], []))
+    monkeypatch.setattr("ray.kill", lambda actor: None)
+    with contextlib.suppress(OSError):  # the real `ask` raises none
+        end(agents)
+    assert len(told) == 8
 
 
 def test_an_error_without_a_message_is_reported_and_the_agent_tries_again(cluster, monkeypatch):
