@@ -16,6 +16,7 @@ class LAMB(tw.Optimizer):
 
     STATE = ("step", "exp_avg", "exp_avg_sq")
     NOT_REPRODUCIBLE = "scales each tensor by its norm, which it adds up over workers"
+    NOT_OVERLAPPED = "adds up the norms of tensors over workers in an update"
 
     learning_rate: float = Field(default=1e-2, gt=0)
     """Peak learning rate, relative to the norm of each tensor."""

@@ -22,6 +22,7 @@ class ScheduleFree(tw.Optimizer):
     STATE = ("step", "z", "x", "exp_avg_sq", "weights")
     AVERAGE = "x"
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""

@@ -19,6 +19,7 @@ class SophiaG(tw.Optimizer):
 
     STATE = ("exp_avg", "curvature")
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate: the largest movement of an element in one step."""

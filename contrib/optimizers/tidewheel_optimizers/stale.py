@@ -27,6 +27,7 @@ class Stale(tw.Optimizer):
     STATE = ("step", "exp_avg", "exp_avg_sq", "version_0")
     AVERAGE = "version_0"
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""

@@ -383,6 +383,7 @@ class Loop:
         self._callbacks.close()
         self._evaluating.answers.close()
         self._training.reader.close()
+        self._training.optimizer.close()
         self._training.waits.close()
         self._metrics.close()
         self._training.record.close()
