@@ -93,7 +93,7 @@ class Exchange(OuterExchange):
         """Write what all groups share, or compare it with what the first group has written; on rank 0."""
         outer = self._config
         shared = {name: getattr(outer, name) for name in ("groups", "every", "learning_rate", "momentum", "quantise",
-                                                          "fragments", "overlap", "merge")}
+                                                          "fragments", "overlap", "merge", "keep")}
         shared |= {name: identity[name] for name in ("model", "global_sequences", "ramp", "data_seed", "shards",
                                                      "vocabulary_size")}
         if not store.exists(SETTINGS):
