@@ -253,6 +253,24 @@ def test_a_stop_interrupts_the_wait_for_others(folder: Path):
     assert [member["group"] for member in members] == [0, 1]
 
 
+def test_a_group_that_waits_writes_its_ledger(folder: Path):
+    waiting = Thread(target=fit_local, args=(group(folder, 0, 2, patience_seconds=600),))
+    waiting.start()
+
+    def idle() -> bool:
+        return any(line["category"] == "idle" for line in lines(folder, "g0", "ledger.jsonl"))
+
+    while not events(folder, "g0", "outer_waits"):
+        time.sleep(0.05)
+    until = time.monotonic() + 60
+    while not idle() and time.monotonic() < until:
+        time.sleep(0.05)
+    seen = idle()
+    fit_local(group(folder, 1, 2))
+    waiting.join()
+    assert seen
+
+
 def test_a_state_that_nobody_committed_follows_from_the_offers(folder: Path):
     train_together([group(folder, number, 2, "steps=6", quantise="int8") for number in range(2)])
     final = folder / "outer/checkpoints/step_00000003"
