@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 
 import tidewheel as tw
+from tidewheel_optimizers import Decay
 from tidewheel_optimizers.sharded import local, square_norms
 
 
@@ -20,7 +21,7 @@ class LAMB(tw.Optimizer):
 
     learning_rate: float = Field(default=1e-2, gt=0)
     """Peak learning rate, relative to the norm of each tensor."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decays of the first and second moment."""
     epsilon: float = Field(default=1e-6, gt=0)
     """Added to the square root of the second moment."""
