@@ -208,8 +208,8 @@ class Exchange(OuterExchange):
             return True  # this group did so before a failure
         fragment.load(fragment.progress.round)
         gradient = fragment.gradient()
-        wrong = sum(float(part.isfinite().logical_not().any()) for part in gradient)
-        counts = self._collectives.sum(torch.tensor([wrong], dtype=torch.float64))
+        finite = torch.stack([part.isfinite().all() for part in gradient]).all()
+        counts = self._collectives.sum(torch.tensor([not finite], dtype=torch.float64))
         if self._collectives.to_host(counts).item():
             self._event("outer_not_finite", step=step, round=fragment.progress.round + 1)
             return False

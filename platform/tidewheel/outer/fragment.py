@@ -247,15 +247,17 @@ class Fragment:
         return int(self.peers.from_first(lambda: self.persist(self.meetings.decisions.newest)))
 
     def clean_up(self, round_: int) -> None:
-        """Delete what is kept no longer when a round is committed; on rank 0."""
-        old = round_ - self.config.keep
-        if self.peers.rank or old < 0:
-            return
-        keys = [entry.key for folder in (OFFERS, CHECKPOINTS)
-                for entry in self.store.list_named(folder, step_name(old))]
-        keys += [entry.key for entry in self.store.list(f"{FOLDER}/{old:08d}")]
-        for key in sorted(keys, key=lambda key: not key.endswith("manifest.json")):
-            self.store.delete(key)
+        """Delete what is kept no longer when a round is committed; on rank 0.
+
+        That is one round, and the one before it, in case the group that had to delete it died.
+        """
+        newest = round_ - self.config.keep
+        for old in range(max(0, newest - 1), newest + 1) if not self.peers.rank else ():
+            keys = [entry.key for folder in (OFFERS, CHECKPOINTS)
+                    for entry in self.store.list_named(folder, step_name(old))]
+            keys += [entry.key for entry in self.store.list(f"{FOLDER}/{old:08d}")]
+            for key in sorted(keys, key=lambda key: not key.endswith("manifest.json")):
+                self.store.delete(key)
 
 
 def fragments_of(names: Sequence[str], number: int) -> list[list[str]]:

@@ -218,7 +218,7 @@ def test_groups_refuse_an_optimizer_that_keeps_weights_of_its_own(kind: str):
     rule(kind)
     values = {"optimizer": {"kind": f"tidewheel_optimizers.{kind}:{KINDS[kind]}"},
               "outer": {"groups": 2, "store": "outer"}}
-    with pytest.raises(ConfigError, match="nearest legal choice: optimizer.kind adamw"):
+    with pytest.raises(ConfigError, match=r"nearest legal choice: optimizer\.kind adamw"):
         build(TrainConfig, values)
 
 

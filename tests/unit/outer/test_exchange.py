@@ -312,6 +312,17 @@ def test_the_weights_of_the_first_group_are_those_of_all(tmp_path: Path):
     assert [fragment.base["weight"].unique().tolist() for fragment in groups] == [[1.0], [1.0]]
 
 
+def test_a_round_that_nobody_deleted_goes_with_the_next(tmp_path: Path):
+    fragment = Fragment(storage.store(tmp_path), [("weight", torch.ones(2, 2))],
+                        OuterConfig(groups=1, store=str(tmp_path), keep=2), Peers(), lambda request: request(), {})
+    for number in range(5):
+        fragment.commit(number, [0])
+    fragment.clean_up(2)
+    fragment.clean_up(4)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*") if any(path.iterdir())) == [
+        "step_00000003", "step_00000004"]
+
+
 def test_an_offer_whose_answer_was_lost_has_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The store has created the manifest, but the request that did so ends in an error and is made again."""
     store = storage.store(tmp_path)

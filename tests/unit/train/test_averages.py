@@ -28,7 +28,7 @@ AVERAGES = ("callbacks=[{kind: ema, decay: 0.5, start_step: 1}, {kind: lawa, eve
 NAME = "blocks.0.ffn.w1.weight"
 
 
-class Of_Mine(EMA):  # noqa: N801
+class Of_Mine(EMA):
     """An average whose name has an underscore, as that of an entry point may."""
 
 
