@@ -35,11 +35,11 @@ from pathlib import Path
 
 import torch
 
-from tests.chaos.events import EVENTS, REPLACED_SECONDS, kill_driver, later, replaced_if_gone, send, usual
+from tests.chaos.events import EVENTS, REPLACED_SECONDS, later, replaced_if_gone, send, usual
 from tests.chaos.local_world import kill_driver_around_a_round, kill_driver_during_save, local_run
 from tests.chaos.replay import replay
 from tests.chaos.rounds import Rounds, Witness
-from tests.chaos.training import OTHER_WORK, Chaos, EventRecord, consequences, disturb, examine
+from tests.chaos.training import OTHER_WORK, PATIENCE, Chaos, EventRecord, consequences, disturb, examine
 from tests.chaos.world import World, disturbed_run, prepare, settings
 from tests.unit.outer.groups import train_together
 from tidewheel.checkpoint.digest import digest
@@ -51,19 +51,24 @@ EVERY, KEEP = 10, 8
 LONG = 36_000.0
 """Patience that no event outlasts, in seconds."""
 STOPPED_SECONDS = 10.0
+SHARED_MACHINE = ("elastic.start_timeout_seconds=600", "elastic.max_failures_without_progress=-1")
+"""Settings of groups whose clusters share the processors of one machine: workers start slowly, and a group that waits
+for another one makes no progress meanwhile, however often a slow collective breaks off."""
 
 
 def kill_group(world: World, rng: random.Random) -> str:
     """Kill the driver and all workers, and start the group again later."""
     seconds = rng.uniform(15, 30)
     world.held.set()
-    kill_driver(world, rng)
     until = time.monotonic() + seconds
-    while time.monotonic() < until and not world.over.is_set():
-        for pid in world.trainers():
-            send(pid, signal.SIGKILL)
-        time.sleep(0.5)
-    world.held.clear()
+    try:
+        while time.monotonic() < until and not world.over.is_set():
+            world.kill_driver(with_workers=True)  # one may just have started
+            for pid in world.trainers():
+                send(pid, signal.SIGKILL)
+            time.sleep(0.5)
+    finally:
+        world.held.clear()
     return f"started again after {seconds:.0f} s"
 
 
@@ -115,7 +120,7 @@ def configs(folder: Path, name: str, groups: int, nodes: int, steps: int, more: 
         outer = (f"outer={{groups: {groups}, group: {group}, every: {EVERY}, keep: {KEEP}, "
                  f"patience_seconds: {patience}, store: {folder / name / 'outer'}}}")
         found.append(settings(folder, f"g{group}", steps, workers=nodes, overrides=(
-            outer, f"run.uri={folder / name}", *more)))
+            outer, f"run.uri={folder / name}", *SHARED_MACHINE, *more)))
     return found
 
 
@@ -138,9 +143,8 @@ def disturbed(folder: Path, runs: list[TrainConfig], *, nodes: int, seconds: flo
                                    kinds or usually, seconds=seconds, gap=gap, count=count, table=GROUP_EVENTS)
                        for world in worlds]
             events = [future.result() for future in causing]
-        if count:
-            hurry.touch()
-        until = time.monotonic() + max(300.0, 2 * seconds)
+        hurry.touch()
+        until = time.monotonic() + max(PATIENCE, 2 * seconds)
         for world in worlds:
             world.over.wait(timeout=max(0.0, until - time.monotonic()))
     return worlds, events

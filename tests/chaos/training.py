@@ -46,7 +46,7 @@ from tidewheel.console import print_table
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.time_ledger import LedgerSummary, summarise
+from tidewheel.train.time_ledger import ENDINGS, LedgerSummary, summarise
 
 LOSS_BOUND, PARAMETER_BOUND, WALL_BOUND = 2e-3, 2e-2, 0.01
 FIRST_STEP = 5
@@ -96,8 +96,7 @@ def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: floa
         table: all events by name.
     """
     events: list[EventRecord] = []
-    patience = PATIENCE if count else 120.0
-    world.wait_for(lambda: world.step >= FIRST_STEP, patience)
+    world.wait_for(lambda: world.step >= FIRST_STEP, PATIENCE)
     until, deck = time.monotonic() + (seconds if not count else float("inf")), list[str]()
     while not world.over.is_set() and time.monotonic() < until and len(events) != (count or -1):
         if not deck:
@@ -106,7 +105,7 @@ def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: floa
         world.wait_for(lambda: bool(world.cluster.nodes), 60)
         if count:
             before = world.step
-            world.wait_for(lambda: world.step > before and bool(world.trainers()), patience)  # noqa: B023
+            world.wait_for(lambda: world.step > before and bool(world.trainers()), PATIENCE)  # noqa: B023
         at, step = time.time(), world.step
         events.append(EventRecord(at, step, kind, table[kind](world, rng)))
         print(f"{at - world.drivers[0].began:7.1f} s  {world.config.run.id} step {step:<6} {kind}: "
@@ -146,17 +145,23 @@ def examine(world: World, events: list[EventRecord], seconds: float, reference: 
 def driver_seconds(world: World) -> float:
     """Return the drivers' lifetimes in seconds by this process's clock, from start to death or finish.
 
-    A driver that was killed before its workers wrote anything does not count, since the ledger cannot know it.
+    A driver that was killed before its workers wrote anything does not count, since the ledger cannot know it. One that
+    was killed together with its workers counts up to their last record, or the end of their generation.
     """
     starts = [event["time"] for event in world.events("driver_start")]
     finishes = [event["time"] for event in world.events("finish")]
-    ledger = [float(record["start"]) for record in jsonlog.read(world.run_store, "ledger.jsonl")]
+    endings = [event["time"] for event in world.events(*ENDINGS)]
+    ledger = [(float(record["start"]), float(record["end"]))
+              for record in jsonlog.read(world.run_store, "ledger.jsonl")]
     total = 0.0
     for driver in world.drivers:
-        if not any(driver.began <= at <= driver.ended for at in ledger):
+        recorded = [end for start, end in ledger if driver.began <= start <= driver.ended]
+        if not recorded:
             continue
         begun = [at for at in starts if driver.began <= at <= driver.ended]
         ends = [at for at in finishes if driver.began <= at <= driver.ended]
+        if driver.with_workers:
+            ends.append(max([*recorded, *(at for at in endings if driver.began <= at <= driver.ended)]))
         total += (ends or [driver.ended])[-1] - begun[0] if begun else 0.0
     return total
 

@@ -58,6 +58,8 @@ class Driver:
     code: int | None = None
     killed: bool = False
     """Whether the test killed it."""
+    with_workers: bool = False
+    """Whether the test killed its workers too, so that nobody wrote the end of the ledger."""
     error: str = ""
     told: bool = False
     """Whether it has told of a step, so the run is its own."""
@@ -129,10 +131,14 @@ class World:
             time.sleep(0.5)
         self.over.set()
 
-    def kill_driver(self) -> None:
-        """Send SIGKILL to the driver; `supervise` starts the next one."""
+    def kill_driver(self, *, with_workers: bool = False) -> None:
+        """Send SIGKILL to the driver; `supervise` starts the next one.
+
+        Args:
+            with_workers: whether the caller kills its workers too.
+        """
         if self._process is not None and self._process.poll() is None:
-            self.drivers[-1].killed = True
+            self.drivers[-1].killed, self.drivers[-1].with_workers = True, with_workers
             self._process.kill()
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ class Adagrad(tw.Optimizer):
 
     STATE = ("step", "sum")
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=1e-2, gt=0)
     """Peak learning rate."""

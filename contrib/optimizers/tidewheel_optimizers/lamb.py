@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 
 import tidewheel as tw
+from tidewheel_optimizers import Decay
 from tidewheel_optimizers.sharded import local, square_norms
 
 
@@ -16,10 +17,11 @@ class LAMB(tw.Optimizer):
 
     STATE = ("step", "exp_avg", "exp_avg_sq")
     NOT_REPRODUCIBLE = "scales each tensor by its norm, which it adds up over workers"
+    NOT_OVERLAPPED = "adds up the norms of tensors over workers in an update"
 
     learning_rate: float = Field(default=1e-2, gt=0)
     """Peak learning rate, relative to the norm of each tensor."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decays of the first and second moment."""
     epsilon: float = Field(default=1e-6, gt=0)
     """Added to the square root of the second moment."""

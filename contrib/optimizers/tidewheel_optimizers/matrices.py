@@ -113,6 +113,7 @@ class OfMatrices(tw.optimizers.AdamW):
     LIKE_SIDES: ClassVar[tuple[str, ...]]
     """Names of the square state matrices of each side."""
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = "gathers matrices from all workers in an update"
 
     def rule_settings(self) -> dict[str, Any]:
         """Return the settings of the rule by name."""

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 import tidewheel as tw
+from tidewheel_optimizers import Decay
 from tidewheel_optimizers.sharded import local
 
 
@@ -22,10 +23,11 @@ class ScheduleFree(tw.Optimizer):
     STATE = ("step", "z", "x", "exp_avg_sq", "weights")
     AVERAGE = "x"
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Share of the average in the parameters, and decay of the second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Added to the square root of the second moment."""

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 
 import tidewheel as tw
+from tidewheel_optimizers import Decay
 from tidewheel_optimizers.sharded import local
 
 
@@ -19,10 +20,11 @@ class SophiaG(tw.Optimizer):
 
     STATE = ("exp_avg", "curvature")
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate: the largest movement of an element in one step."""
-    betas: tuple[float, float] = (0.965, 0.99)
+    betas: tuple[Decay, Decay] = (0.965, 0.99)
     """Decays of the momentum and of the curvature."""
     rho: float = Field(default=0.05, gt=0)
     """Factor of the curvature; elements whose momentum is above rho times it move by the learning rate."""

@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
+from torch.distributed.tensor import DTensor
 
 import tidewheel as tw
+from tidewheel_optimizers import Decay
 from tidewheel_optimizers.sharded import local
 
 Named = tuple[str, torch.Tensor]
+BLOCK = re.compile(r"blocks\.(\d+)\.")
+"""Beginning of the names of a layer's parameters."""
 
 
 class Stale(tw.Optimizer):
@@ -27,10 +32,11 @@ class Stale(tw.Optimizer):
     STATE = ("step", "exp_avg", "exp_avg_sq", "version_0")
     AVERAGE = "version_0"
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decays of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Added to the square root of the second moment."""
@@ -50,8 +56,9 @@ class Stale(tw.Optimizer):
 
     def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
         optimizers: list[torch.optim.Optimizer] = []
+        layers = _layers(named) if self.order == "pipeline" else 0
         for behind in range(self.staleness + 1):
-            for rule in super().build_all([each for each in named if self._behind(each[0], named) == behind]):
+            for rule in super().build_all([each for each in named if self._behind(each[0], layers) == behind]):
                 assert isinstance(rule, Rule)
                 rule.begin(behind, is_random=self.order == "random")
                 optimizers.append(rule)
@@ -60,14 +67,24 @@ class Stale(tw.Optimizer):
     def state_bytes(self, parameters: int, block_matrices: int) -> float:
         return (12.0 + 4.0 * self.staleness) * parameters  # of a pipeline half of the versions at most
 
-    def _behind(self, name: str, named: Sequence[Named]) -> int:
-        """Return how many updates the gradients of a parameter are behind."""
+    def _behind(self, name: str, layers: int) -> int:
+        """Return how many updates the gradients of a parameter are behind, in a model of so many layers."""
         if self.order != "pipeline":
             return self.staleness
-        layers = [int(found[1]) for other, _ in named if (found := re.match(r"blocks\.(\d+)\.", other))]
-        if found := re.match(r"blocks\.(\d+)\.", name):
-            return self.staleness - int(found[1]) * (self.staleness + 1) // (max(layers) + 1)
+        if found := BLOCK.match(name):
+            return self.staleness - int(found[1]) * (self.staleness + 1) // layers
         return self.staleness if name.startswith("embedding.") else 0
+
+
+def _layers(named: Sequence[Named]) -> int:
+    """Return the number of the model's layers, of which a rank of a pipeline has some. All ranks call it together."""
+    layers = max((1 + int(found[1]) for name, _ in named if (found := BLOCK.match(name))), default=0)
+    if not dist.is_initialized():
+        return layers
+    first = named[0][1]
+    known = torch.tensor(layers, device=first.device_mesh.device_type if isinstance(first, DTensor) else first.device)
+    dist.all_reduce(known, dist.ReduceOp.MAX)
+    return int(known)
 
 
 class Rule(torch.optim.Optimizer):

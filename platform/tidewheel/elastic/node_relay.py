@@ -9,6 +9,7 @@ its workers whether the run has another owner (`owner_watch`), and tells them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time

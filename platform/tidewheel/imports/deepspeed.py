@@ -14,7 +14,7 @@ _NVME = "/local_nvme"
 _STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _FLOATS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfp16": "bf16", "bfloat16": "bf16"}
 _BUCKETS = "FSDP2 gathers and reduces block by block; there are no buckets to size"
-_ONE_BIT = "gradients are not compressed"
+_ONE_BIT = "1-bit Adam and LAMB are not built in; compression.kind one_bit sends the signs of gradients"
 _COMPRESSION = "no compression of weights or activations while training"
 _WHOLE = "choose the format at export: tidewheel checkpoint export"
 _MEASURED = "always measured: metrics.jsonl and the report have times, tokens/s and MFU"
@@ -99,8 +99,9 @@ TABLE = Table(
     "deepspeed", "DeepSpeed", "https://www.deepspeed.ai/docs/config-json/ (0.19) and its pydantic models",
     formats=("json",), joint=_joint,
     notes=("A value `auto` takes our default, or follows from the other keys. Without `scheduler` the learning rate is "
-           "constant, as in DeepSpeed. The model, the data and the number of steps are not in this file: give them "
-           "with `--set`.",),
+           "constant, as in DeepSpeed. Other absent keys have our defaults: a clip norm of 1 (DeepSpeed: none), weight "
+           "decay of 0.1 (0), betas of 0.9 and 0.95 (0.999). The model, the data and the number of steps are not in "
+           "this file: give them with `--set`.",),
     entries=(
         # batch
         Mapped("train_batch_size", "batch.global_sequences", joint=True),
@@ -193,9 +194,11 @@ TABLE = Table(
                 below("zero_optimization", "zero_hpz_partition_size mics_shard_size"), off=(1, -1, 0, None)),
         Meaningless("HSDP's copies reduce inside and between nodes by themselves",
                     "zero_optimization.mics_hierarchical_params_gather"),
-        Missing("weights and gradients are sent in bf16 or fp32, not quantised", below("zero_optimization", (
-            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"))),
-        Missing("updates are not delayed on the host", "zero_optimization.zenflow.*"),
+        Missing("FSDP2 sends weights and gradients in bf16 or fp32; compression.kind quantised is for ddp and zero1",
+                below("zero_optimization", (
+                    "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"))),
+        Missing("updates are not delayed on the host; parallel.overlap_update begins them during the backward pass",
+                "zero_optimization.zenflow.*"),
         Meaningless(_BUCKETS, below("zero_optimization", (
             "allgather_partitions allgather_bucket_size reduce_scatter reduce_bucket_size contiguous_gradients "
             "overlap_comm round_robin_gradients use_multi_rank_bucket_allreduce sub_group_size prefetch_bucket_size "
@@ -237,7 +240,7 @@ TABLE = Table(
                 "activation_checkpointing.partition_activations"),
         Meaningless("memory.activation_checkpointing says which blocks recompute", below("activation_checkpointing", (
             "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile"))),
-        Meaningless("nothing is read from or written to NVMe", "aio.*"),
+        Meaningless("memory.optimizer_disk reads and writes directly, several blocks at a time", "aio.*"),
         Mapped("compile.deepcompile", "compile", {True: True, False: None}),
         Meaningless("torch.compile has no passes of DeepSpeed's", "compile.*"),
         # logs and metrics

@@ -11,6 +11,7 @@ from tidewheel.imports.table import Mapped, Meaningless, Missing, Source, Table,
 
 _SWITCH = {True: True, False: None}
 _SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+_WSD = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1-sqrt"}
 
 
 def _is_gpt2(source: Source) -> bool:
@@ -63,18 +64,32 @@ def _schedule(source: Source, size: int | None) -> dict[str, Any]:
     if source.get("lr-warmup-samples") is not None and size:
         warmup = source.get("lr-warmup-samples") // size
     length = source.get("lr-decay-iters", steps)
+    if source.get("lr-decay-samples") is not None and size:
+        length = source.get("lr-decay-samples") // size
     if source.get("lr-warmup-fraction") is not None and length:
         warmup = int(source.get("lr-warmup-fraction") * length)
     kind = _SCHEDULES.get(str(source.get("lr-decay-style", "linear")))
     lowest, peak = source.get("min-lr", 0.0), source.get("lr")
+    final = lowest / peak if peak else None
     wsd = source.get("lr-wsd-decay-iters")
+    if source.get("lr-wsd-decay-samples") is not None and size:
+        wsd = source.get("lr-wsd-decay-samples") // size
+    found = {"steps": steps, "schedule.kind": kind, "schedule.warmup_steps": warmup}
+    if kind in ("linear", "cosine") and steps and length != steps:
+        return {**found, "schedule.kind": "piecewise", "schedule.pieces": _pieces(kind, length, steps, final or 0.0)}
     return {
-        "steps": steps, "schedule.kind": kind, "schedule.warmup_steps": warmup,
-        "schedule.final_fraction": None if kind == "constant" or not peak else lowest / peak,
+        **found,
+        "schedule.final_fraction": None if kind == "constant" else final,
         "schedule.decay_fraction": wsd / steps if kind == "wsd" and wsd and steps else None,
-        "schedule.decay_form": {"linear": "linear", "minus_sqrt": "1-sqrt"}.get(
-            str(source.get("lr-wsd-decay-style", "exponential"))) if kind == "wsd" else None,
+        "schedule.decay_form": _WSD.get(str(source.get("lr-wsd-decay-style")), "linear") if kind == "wsd" else None,
     }
+
+
+def _pieces(form: str, length: int, steps: int, final: float) -> list[dict[str, Any]]:
+    """Return the pieces of a decay that ends before the run does, or would end after it."""
+    if length > steps:
+        return [{"until": steps, "form": form, "final_fraction": final, "decay_until": length}]
+    return [{"until": length, "form": form, "final_fraction": final}, {"until": steps, "final_fraction": final}]
 
 
 def _joint(source: Source) -> dict[str, Any]:
@@ -178,15 +193,17 @@ TABLE = Table(
         Mapped("adam-beta1", "optimizer.betas", joint=True), Mapped("adam-beta2", "optimizer.betas", joint=True),
         Mapped("adam-eps", "optimizer.epsilon"), Mapped("clip-grad", "optimizer.clip_norm", float),
         Mapped("muon-momentum", "optimizer.momentum", joint=True), Mapped("sgd-momentum", "optimizer.momentum"),
-        Mapped("lr-decay-style", "schedule.kind", dict(_SCHEDULES), joint=True),
+        Mapped("lr-decay-style", "schedule.kind", dict(_SCHEDULES),
+               "constant, linear, cosine, or WSD: wsd, linear unless lr-wsd-decay-style says more", joint=True),
         Mapped("min-lr", "schedule.final_fraction", joint=True, note="/ lr"),
         Mapped("lr-warmup-iters", "schedule.warmup_steps", joint=True),
         Mapped("lr-warmup-samples", "schedule.warmup_steps", joint=True),
         Mapped("lr-warmup-fraction", "schedule.warmup_steps", joint=True),
         Mapped("lr-wsd-decay-iters", "schedule.decay_fraction", joint=True, note="/ train-iters"),
-        Mapped("lr-wsd-decay-style", "schedule.decay_form", {"linear": "linear", "minus_sqrt": "1-sqrt"}, joint=True),
-        Meaningless("the decay ends with the run; schedule.kind piecewise gives another end",
-                    "lr-decay-iters lr-decay-samples lr-wsd-decay-samples"),
+        Mapped("lr-wsd-decay-samples", "schedule.decay_fraction", joint=True, note="/ train-samples"),
+        Mapped("lr-wsd-decay-style", "schedule.decay_form", dict(_WSD), joint=True),
+        Mapped("lr-decay-iters", "schedule.kind", joint=True, note="piecewise if it is not train-iters"),
+        Mapped("lr-decay-samples", "schedule.kind", joint=True, note="piecewise if it is not train-samples"),
         Missing("the warm-up starts from 0", "lr-warmup-init warmup"),
         Missing("not a setting of our optimizers", (
             "decoupled-lr decoupled-min-lr start-weight-decay end-weight-decay weight-decay-incr-style "

@@ -13,8 +13,8 @@ NAMES = {
     "adamw_apex_fused": "adamw", "adamw_hf": "adamw", "adamw_anyprecision": "adamw", "dist_adam": "adamw",
     "adafactor": "adafactor", "lion": "lion", "lion_32bit": "lion", "muon": "muon", "dist_muon": "muon",
     "adamw_bnb_8bit": "adamw8bit", "adamw_8bit": "adamw8bit", "adamw_torch_8bit": "adamw8bit",
-    "paged_adamw_8bit": "adamw8bit", "sgd": "sgd", "adagrad": "adagrad", "lamb": "lamb", "fusedlamb": "lamb",
-    "schedule_free_adamw": "schedule_free_adamw",
+    "paged_adamw_8bit": "adamw8bit", "sgd": "sgd", "ademamix": "ademamix",
+    "adagrad": "adagrad", "lamb": "lamb", "fusedlamb": "lamb", "schedule_free_adamw": "schedule_free",
 }
 
 

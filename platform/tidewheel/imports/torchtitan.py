@@ -66,7 +66,7 @@ def _joint(source: Source) -> dict[str, Any]:
     micro = source.get("training.local_batch_size", 8)
     decay = source.get("lr_scheduler.decay_ratio")
     form = source.get("lr_scheduler.decay_type", "linear")
-    kind = "cosine" if form == "cosine" and decay is None else "linear" if decay is None else "wsd"
+    kind = "wsd" if decay or (decay is None and form == "sqrt") else "constant" if decay == 0 else form
     mixed = source.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
     fp8 = "quantize.linear.float8" in source.get("model.converters", []) or "float8" in source.get(
         "model.converters", [])
@@ -80,9 +80,10 @@ def _joint(source: Source) -> dict[str, Any]:
         "optimizer.learning_rate": source.get("optimizer.lr", 8e-4),
         "schedule.kind": kind,
         "schedule.warmup_steps": source.get("lr_scheduler.warmup_steps", 200),
-        "schedule.final_fraction": float(source.get("lr_scheduler.min_lr_factor", 0.0)),
-        "schedule.decay_fraction": float(decay) if decay else None,
-        "schedule.decay_form": {"sqrt": "1-sqrt", "linear": "linear"}.get(form) if kind == "wsd" else None,
+        "schedule.final_fraction": float(source.get("lr_scheduler.min_lr_factor", source.get("lr_scheduler.lr_min", 0)))
+        if kind != "constant" else None,
+        "schedule.decay_fraction": float(decay or 1) if kind == "wsd" else None,
+        "schedule.decay_form": {"sqrt": "1-sqrt"}.get(form, form) if kind == "wsd" else None,
         "steps": source.get("training.steps", 10000),
         "precision": "fp8" if fp8 else "bf16" if mixed else None,
         "parallel.data": "ddp" if shard == 1 else "zero2" if reshard == "never" else "zero3",
@@ -137,11 +138,13 @@ TABLE = Table(
         Mapped("optimizer.eps", "optimizer.epsilon"),
         Mapped("optimizer.weight_decay", "optimizer.weight_decay", float),
         Meaningless("the device decides the kernel", "optimizer.implementation optimizer.fused"),
-        Missing("updates come after the backward pass", "optimizer.early_step_in_backward"),
+        Missing("updates come after the backward pass; those of parallel.offload can come during it: "
+                "parallel.overlap_update", "optimizer.early_step_in_backward"),
         Mapped("lr_scheduler.warmup_steps", "schedule.warmup_steps", joint=True),
         Mapped("lr_scheduler.decay_ratio", "schedule.decay_fraction", joint=True, note="kind wsd"),
-        Mapped("lr_scheduler.decay_type", "schedule.kind schedule.decay_form", joint=True,
-               note="with decay_ratio: wsd of that form, where cosine is not available"),
+        Mapped("lr_scheduler.decay_type", "schedule.kind schedule.decay_form",
+               {"linear": None, "sqrt": None, "cosine": None},
+               "linear or cosine; sqrt, and any form with decay_ratio: wsd of that form", joint=True),
         Mapped("lr_scheduler.min_lr_factor", "schedule.final_fraction", joint=True),
         Mapped("lr_scheduler.lr_min", "schedule.final_fraction", joint=True, note="former name of min_lr_factor"),
         Missing(_SOURCE, "training.dataset training.dataset_path validation.dataset validation.dataset_path"),
@@ -232,6 +235,6 @@ TABLE = Table(
         Meaningless("tidewheel plan estimates memory", "memory_estimation.*"),
         Meaningless("every run survives the loss of workers", below("fault_tolerance", (
             "enable process_group process_group_timeout_ms replica_id group_size min_replica_size"))),
-        Missing("workers synchronise at every step", "fault_tolerance.semi_sync_method"),
+        Missing("set outer, for local SGD and DiLoCo", "fault_tolerance.semi_sync_method"),
     ),
 )

@@ -10,6 +10,7 @@ from tidewheel.imports.table import Mapped, Meaningless, Missing, Source, Table,
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
               "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+_KWARGS = ("min_lr", "min_lr_rate", "min_lr_ratio", "num_decay_steps", "decay_type")
 _PLAIN = {True: True, False: None}
 _TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
@@ -49,30 +50,55 @@ def _fsdp(given: Any) -> str | None:
     return "zero2" if "shard_grad_op" in words or "hybrid_shard_zero2" in words else None
 
 
-def _joint(source: Source) -> dict[str, Any]:
-    steps = source.get("max_steps", 0)
-    steps = steps if steps > 0 else None
+def _kwargs(given: Any) -> None:
+    """Take arguments of a schedule, which `_schedule` reads.
+
+    Raises:
+        Unavailable: we have no such argument.
+    """
+    plain = {"num_cycles": 0.5, "last_epoch": -1, "warmup_type": "linear"}
+    lost = [f"{name} {value}" for name, value in (given if isinstance(given, dict) else {}).items()
+            if name not in _KWARGS and plain.get(name) != value]
+    if lost:
+        raise Unavailable(f"no counterpart of {', '.join(lost)}; only of {', '.join(_KWARGS)}")
+
+
+def _schedule(source: Source, steps: int | None) -> dict[str, Any]:
     kind = _SCHEDULES.get(str(source.get("lr_scheduler_type", "linear")), "linear")
     kwargs = source.get("lr_scheduler_kwargs", {})
     kwargs = kwargs if isinstance(kwargs, dict) else {}
     final = float(kwargs.get("min_lr_rate") or kwargs.get("min_lr_ratio") or 0.0)
+    if kwargs.get("min_lr"):
+        final = float(kwargs["min_lr"]) / source.get("learning_rate", 5e-5)
+    given = source.get("warmup_ratio") or source.get("warmup_steps", 0)
+    is_wsd = kind == "wsd"
+    return {
+        "schedule.kind": kind,
+        "schedule.warmup_steps": warmup(given, steps),
+        "schedule.final_fraction": None if kind == "constant" else final,
+        "schedule.decay_steps": kwargs.get("num_decay_steps") if is_wsd else None,
+        "schedule.decay_form": kwargs.get("decay_type", "cosine") if is_wsd else None,
+    }
+
+
+def _joint(source: Source) -> dict[str, Any]:
+    steps = source.get("max_steps", 0)
+    steps = steps if steps > 0 else None
+    kind = known_optimizer(source.get("optim", "adamw_torch_fused"))
     betas = [source.get("adam_beta1", 0.9), source.get("adam_beta2", 0.999)]
+    betas += [0.9999] if kind == "ademamix" else []
     precision = "fp16" if source.get("fp16", False) else "bf16" if source.get("bf16", False) else None
     words = source.get("fsdp", "")
-    given = source.get("warmup_ratio") or source.get("warmup_steps", 0)
     return {
         **batch(micro=source.get("per_device_train_batch_size", source.get("per_gpu_train_batch_size", 8)),
                 accumulation=source.get("gradient_accumulation_steps", 1), gpus=source.gpus or 1, where="transformers"),
-        "optimizer.kind": known_optimizer(source.get("optim", "adamw_torch_fused")),
+        "optimizer.kind": kind,
         "optimizer.learning_rate": source.get("learning_rate", 5e-5),
         "optimizer.weight_decay": float(source.get("weight_decay", 0.0)),
         "optimizer.clip_norm": float(source.get("max_grad_norm", 1.0)),
         "optimizer.betas": betas,
         "precision": precision,
-        "steps": steps,
-        "schedule.kind": kind,
-        "schedule.warmup_steps": warmup(given, steps),
-        "schedule.final_fraction": None if kind == "constant" else final,
+        "steps": steps, **_schedule(source, steps),
         "seed": source.get("seed", 42),
         "data.seed": source.get("data_seed", source.get("seed", 42)),
         "evaluation.every_steps": (_or_none(source.get("eval_steps", source.get("logging_steps", 500)))
@@ -121,7 +147,9 @@ TABLE = Table(
         Missing("optimizers have their settings under optimizer", "optim_args optim_target_modules"),
         Mapped("lr_scheduler_type", "schedule.kind", schedule, "linear, cosine, constant, cosine_with_min_lr, "
                "warmup_stable_decay (wsd); others are not available"),
-        Mapped("lr_scheduler_kwargs", "schedule.final_fraction", joint=True, note="its min_lr_rate or min_lr_ratio"),
+        Mapped("lr_scheduler_kwargs", "schedule.final_fraction schedule.decay_steps schedule.decay_form", _kwargs,
+               "min_lr_rate, min_lr_ratio, or min_lr / learning_rate; num_decay_steps and decay_type of "
+               "warmup_stable_decay", joint=True),
         Mapped("warmup_steps", "schedule.warmup_steps", joint=True, note="below 1: a share of max_steps"),
         Mapped("warmup_ratio", "schedule.warmup_steps", joint=True, note="x max_steps"),
         Mapped("bf16", "precision", {True: "bf16", False: None}, joint=True),

@@ -93,7 +93,7 @@ class Exchange(OuterExchange):
         """Write what all groups share, or compare it with what the first group has written; on rank 0."""
         outer = self._config
         shared = {name: getattr(outer, name) for name in ("groups", "every", "learning_rate", "momentum", "quantise",
-                                                          "fragments", "overlap", "merge")}
+                                                          "fragments", "overlap", "merge", "keep")}
         shared |= {name: identity[name] for name in ("model", "global_sequences", "ramp", "data_seed", "shards",
                                                      "vocabulary_size")}
         if not store.exists(SETTINGS):
@@ -208,8 +208,8 @@ class Exchange(OuterExchange):
             return True  # this group did so before a failure
         fragment.load(fragment.progress.round)
         gradient = fragment.gradient()
-        wrong = sum(float(part.isfinite().logical_not().any()) for part in gradient)
-        counts = self._collectives.sum(torch.tensor([wrong], dtype=torch.float64))
+        finite = torch.stack([part.isfinite().all() for part in gradient]).all()
+        counts = self._collectives.sum(torch.tensor([not finite], dtype=torch.float64))
         if self._collectives.to_host(counts).item():
             self._event("outer_not_finite", step=step, round=fragment.progress.round + 1)
             return False

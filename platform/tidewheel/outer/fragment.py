@@ -170,13 +170,14 @@ class Fragment:
 
     # -- outer states ----------------------------------------------------------------------------
     def found(self) -> None:
-        """Commit the weights as the outer state of round 0, unless another group was first."""
+        """Commit the weights as the outer state of round 0, unless another group was first, whose weights count."""
         for (name, _), weight in zip(self.named, self.weights):
             local(self.base[name]).copy_(weight)
         for momentum in self.momenta.values():
             local(momentum).zero_()
         self.loaded = 0
-        self.commit(0, [])
+        if not self.commit(0, []):
+            self.loaded = -1  # to be read
         self.peers.from_first(lambda: self.persist(lambda: self.meetings.decisions.decide(
             0, {"round": 0, "by": self.config.group, "members": []})))
 
@@ -221,16 +222,17 @@ class Fragment:
         outer_step(base, [local(momentum) for momentum in self.momenta.values()], gradients,
                    learning_rate=self.config.learning_rate, momentum=self.config.momentum)
 
-    def commit(self, round_: int, members: Sequence[int]) -> None:
-        """Commit the present outer state as that of a round, unless it is committed.
+    def commit(self, round_: int, members: Sequence[int]) -> bool:
+        """Commit the present outer state as that of a round, unless it is committed; return whether this call did.
 
         Args:
             round_: the round.
             members: groups whose outer gradients it averages.
         """
         extra = {"identity": self.identity, "step": round_, "outer": {"round": round_, "members": list(members)}}
-        _, written = self.states.write(step_name(round_), round_, self._flat(), extra)
+        digest, written = self.states.write(step_name(round_), round_, self._flat(), extra)
         self.state_bytes += written
+        return bool(digest)
 
     def _flat(self) -> dict[str, torch.Tensor]:
         return {**{f"model/{name}": tensor for name, tensor in self.base.items()},
@@ -245,15 +247,17 @@ class Fragment:
         return int(self.peers.from_first(lambda: self.persist(self.meetings.decisions.newest)))
 
     def clean_up(self, round_: int) -> None:
-        """Delete what is kept no longer when a round is committed; on rank 0."""
-        old = round_ - self.config.keep
-        if self.peers.rank or old < 0:
-            return
-        keys = [entry.key for folder in (OFFERS, CHECKPOINTS)
-                for entry in self.store.list_named(folder, step_name(old))]
-        keys += [entry.key for entry in self.store.list(f"{FOLDER}/{old:08d}")]
-        for key in sorted(keys, key=lambda key: not key.endswith("manifest.json")):
-            self.store.delete(key)
+        """Delete what is kept no longer when a round is committed; on rank 0.
+
+        That is one round, and the one before it, in case the group that had to delete it died.
+        """
+        newest = round_ - self.config.keep
+        for old in range(max(0, newest - 1), newest + 1) if not self.peers.rank else ():
+            keys = [entry.key for folder in (OFFERS, CHECKPOINTS)
+                    for entry in self.store.list_named(folder, step_name(old))]
+            keys += [entry.key for entry in self.store.list(f"{FOLDER}/{old:08d}")]
+            for key in sorted(keys, key=lambda key: not key.endswith("manifest.json")):
+                self.store.delete(key)
 
 
 def fragments_of(names: Sequence[str], number: int) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,10 +144,11 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Average]:
         callbacks: of a configuration.
     """
     averages: dict[str, Average] = {}
+    numbers: Counter[str] = Counter()
     for part in callbacks:
         if not isinstance(part, Average):
             continue
         kind = short_name(part)
-        number = 1 + sum(name.partition("_")[0] == kind for name in averages)
-        averages[kind if number == 1 else f"{kind}_{number}"] = part
+        numbers[kind] += 1
+        averages[kind if numbers[kind] == 1 else f"{kind}_{numbers[kind]}"] = part
     return averages

@@ -280,9 +280,14 @@ class Loop:
     def _meet(self, step: int) -> None:
         """Meet the other groups, if a round ends with this step. A planned change interrupts the wait for them."""
         training, saving, outer = self._training, self._saving, self._training.outer
+
+        def ask() -> int:
+            training.timeline.spent("idle")  # a group that is killed while it waits loses little of its ledger
+            return STOP * training.runtime.control.poll()
+
         while outer is not None and outer.is_due(step):
             training.watch.mark(step, "outer")
-            asked = outer.meet(step, lambda: STOP * training.runtime.control.poll(), saving.settle)
+            asked = outer.meet(step, ask, saving.settle)
             training.timeline.spent("idle")
             if asked:
                 saving.keep_if_due(step, asked)
@@ -383,6 +388,7 @@ class Loop:
         self._callbacks.close()
         self._evaluating.answers.close()
         self._training.reader.close()
+        self._training.optimizer.close()
         self._training.waits.close()
         self._metrics.close()
         self._training.record.close()

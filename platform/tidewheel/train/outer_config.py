@@ -57,8 +57,8 @@ class OuterConfig(Config):
     """How long a group that is ready waits for the others. Then the round is decided without those that are late, which
     take the newest outer state when they come and go on from there."""
     keep: int = Field(default=4, ge=2, le=32)
-    """Rounds whose outer state and outer gradients are kept. A group that repeats steps after a failure takes the same
-    outcomes again as long as they are kept, and else the newest outer state."""
+    """Rounds whose outer state and outer gradients are kept; the same for all groups. A group that repeats steps after
+    a failure takes the same outcomes again as long as they are kept, and else the newest outer state."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> OuterConfig:
@@ -107,6 +107,9 @@ def reason_against(config: TrainConfig) -> str | None:
                     f"parallelism alone; {last}: parallel.{name} 1, with data zero2 or zero3")
     if config.parallel.offload:
         return f"outer keeps its start weights on the device, and parallel.offload frees it; {last}: offload false"
+    if config.optimizer.AVERAGE:
+        return (f"outer with optimizer.kind {name_of(type(config.optimizer))}, which keeps weights of its own and sets "
+                f"the model back to them after a round; {last}: optimizer.kind adamw")
     if config.parameters != "fp32":
         return f"outer gradients are differences of fp32 weights, but parameters is {config.parameters}; {last}: fp32"
     if config.adapter is not None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import on_ranks
 from tests.unit.train.optim.test_optimizers import SHAPES, Weights, hidden
 from tests.unit.train.optim.test_optimizers_sharded import LAYOUTS, Spread, manager
+from tidewheel.config import build
+from tidewheel.errors import ConfigError
 from tidewheel.train import optimizers
+from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 
 CONTRIB = Path(__file__).parents[3] / "contrib/optimizers"
@@ -197,6 +201,39 @@ def test_without_staleness_it_is_adamw():
         weights.take(rule, range(UPDATES))
     for name, expected in theirs.held.items():
         torch.testing.assert_close(ours.held[name], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lamb", "schedule_free", "sophia", "stale"])
+def test_a_decay_of_1_is_refused(kind: str):
+    with pytest.raises(pydantic.ValidationError, match=r"(?s)betas.*less than 1"):
+        rule(kind, betas=[0.9, 1.0])
+
+
+def test_updates_that_communicate_are_not_made_by_a_thread_during_the_backward_pass():
+    assert {kind for kind in KINDS if rule(kind).NOT_OVERLAPPED} == {"lamb", "shampoo", "soap"}
+
+
+@pytest.mark.parametrize("kind", ["schedule_free", "stale"])
+def test_groups_refuse_an_optimizer_that_keeps_weights_of_its_own(kind: str):
+    rule(kind)
+    values = {"optimizer": {"kind": f"tidewheel_optimizers.{kind}:{KINDS[kind]}"},
+              "outer": {"groups": 2, "store": "outer"}}
+    with pytest.raises(ConfigError, match=r"nearest legal choice: optimizer\.kind adamw"):
+        build(TrainConfig, values)
+
+
+def check_stages() -> None:
+    """Two stages with two layers each have the staleness of the four layers, not of their own two."""
+    rank = torch.distributed.get_rank()
+    named = [(f"blocks.{2 * rank + layer}.ffn.w1.weight", torch.nn.Parameter(torch.ones(2, 2))) for layer in range(2)]
+    [optimizer] = rule("stale", staleness=1, order="pipeline").build_all(named)
+    assert optimizer.behind(9) == 1 - rank
+    assert len(optimizer.state) == 2
+
+
+@pytest.mark.long
+def test_a_stage_of_a_pipeline_knows_its_place_in_the_model():
+    on_ranks(2, check_stages)
 
 
 def test_sophia_is_that_of_the_paper():

@@ -214,6 +214,66 @@ def test_training_arguments(tmp_path):
     assert [row.key for row in result.lost] == ["label_smoothing_factor", "report_to", "num_train_epochs"]
 
 
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 5e-6}, "learning_rate": 2e-5},
+     {"kind": "cosine", "final_fraction": 0.25}),
+    ({"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 30}},
+     {"kind": "wsd", "decay_steps": 30, "decay_form": "cosine", "final_fraction": 0.0}),
+    ({"lr_scheduler_type": "warmup_stable_decay",
+      "lr_scheduler_kwargs": {"num_decay_steps": 30, "decay_type": "linear", "min_lr_ratio": 0.2}},
+     {"kind": "wsd", "decay_steps": 30, "decay_form": "linear", "final_fraction": 0.2})])
+def test_arguments_of_a_schedule_of_transformers(tmp_path, given, expected):
+    result = imported("transformers", json.dumps({"max_steps": 100, **given}))
+    assert result.lost == []
+    assert loaded(result, tmp_path).schedule.decisive() == {"warmup_steps": 0, **expected}
+
+
+def test_arguments_of_a_schedule_that_we_lack_are_named():
+    given = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}
+    [lost] = imported("transformers", json.dumps(given)).lost
+    assert "num_cycles 2" in lost.note
+
+
+def test_optimizers_that_we_have_are_known():
+    result = imported("transformers", json.dumps({"optim": "ademamix"}))
+    assert result.settings["optimizer"]["kind"] == "ademamix"
+    assert result.lost == []
+
+
+@pytest.mark.parametrize(("lines", "expected"), [
+    ("", {"kind": "linear"}), ("min_lr_factor = 0.2", {"kind": "linear", "final_fraction": 0.2}),
+    ("lr_min = 0.2", {"kind": "linear", "final_fraction": 0.2}), ("decay_type = 'cosine'", {"kind": "cosine"}),
+    ("decay_type = 'sqrt'", {"kind": "wsd", "decay_fraction": 1.0}),
+    ("decay_type = 'cosine'\ndecay_ratio = 0.1", {"kind": "wsd", "decay_fraction": 0.1, "decay_form": "cosine"}),
+    ("decay_type = 'sqrt'\ndecay_ratio = 0.1", {"kind": "wsd", "decay_fraction": 0.1}),
+    ("decay_ratio = 0.0", {"kind": "constant"})])
+def test_schedules_of_torchtitan(tmp_path, lines, expected):
+    result = imported("torchtitan", f"[lr_scheduler]\n{lines}")
+    final = {} if expected["kind"] == "constant" else {"final_fraction": 0.0}
+    assert loaded(result, tmp_path).schedule.decisive() == {"warmup_steps": 200, **final, **expected}
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style cosine",
+     {"kind": "wsd", "decay_form": "cosine", "final_fraction": 0.0}),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 20",
+     {"kind": "wsd", "decay_form": "linear", "final_fraction": 0.0}),
+    ("--lr-decay-style cosine --lr-decay-iters 100", {"kind": "cosine", "final_fraction": 0.0}),
+    ("--lr-decay-style cosine --lr-decay-iters 80 --min-lr 1e-4", {"kind": "piecewise", "pieces": [
+        {"until": 80, "form": "cosine", "final_fraction": 0.1}, {"until": 100, "final_fraction": 0.1}]}),
+    ("--lr-decay-style linear --lr-decay-iters 120", {"kind": "piecewise", "pieces": [
+        {"until": 100, "form": "linear", "final_fraction": 0.0, "decay_until": 120}]})])
+def test_schedules_of_megatron(tmp_path, line, expected):
+    result = imported("megatron", f"--train-iters 100 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 {line}")
+    assert result.lost == []
+    assert loaded(result, tmp_path).schedule.decisive() == {"warmup_steps": 0, **expected}
+
+
+def test_the_exponential_decay_of_megatron_is_named():
+    line = "--train-iters 100 --lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style exponential"
+    assert [row.key for row in imported("megatron", line).lost] == ["lr-wsd-decay-style"]
+
+
 def test_accelerate_with_copies_and_tensor_parallelism(tmp_path):
     settings = loaded(imported("accelerate", published.ACCELERATE_HSDP), tmp_path)
     layout = settings.parallel

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tidewheel as tw
 from tests.ranks import on_ranks
 from tests.unit.outer.groups import BASE, gate, group, model, train_together
 from tests.unit.train.helpers import Replaced, Script, config, write_shards
@@ -18,18 +20,30 @@ from tests.unit.train.test_continuing import events, lines
 from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
 from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.peers import Peers
 from tidewheel.cli import run_command
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
-from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.errors import CheckpointError, ConfigError, StorageError
 from tidewheel.outer.exchange import Exchange
+from tidewheel.outer.files import Folder
+from tidewheel.outer.fragment import Fragment
 from tidewheel.outer.meeting import GONE
+from tidewheel.storage import content_hash
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
+from tidewheel.train.outer_config import OuterConfig
 from tidewheel.train.record import positions, recorded_source
 from tidewheel.train.runtime import Runtime
+
+
+class Averaging(tw.Optimizer):
+    """An optimizer that sets the model's weights from those that it keeps."""
+
+    STATE = ("z", "x")
+    AVERAGE = "x"
 
 
 @pytest.fixture
@@ -239,6 +253,24 @@ def test_a_stop_interrupts_the_wait_for_others(folder: Path):
     assert [member["group"] for member in members] == [0, 1]
 
 
+def test_a_group_that_waits_writes_its_ledger(folder: Path):
+    waiting = Thread(target=fit_local, args=(group(folder, 0, 2, patience_seconds=600),))
+    waiting.start()
+
+    def idle() -> bool:
+        return any(line["category"] == "idle" for line in lines(folder, "g0", "ledger.jsonl"))
+
+    while not events(folder, "g0", "outer_waits"):
+        time.sleep(0.05)
+    until = time.monotonic() + 60
+    while not idle() and time.monotonic() < until:
+        time.sleep(0.05)
+    seen = idle()
+    fit_local(group(folder, 1, 2))
+    waiting.join()
+    assert seen
+
+
 def test_a_state_that_nobody_committed_follows_from_the_offers(folder: Path):
     train_together([group(folder, number, 2, "steps=6", quantise="int8") for number in range(2)])
     final = folder / "outer/checkpoints/step_00000003"
@@ -269,10 +301,57 @@ def test_a_damaged_offer_is_named(folder: Path):
         fit_local(group(folder, 0, 2, "run.id=other", store=joined(folder)))
 
 
+def test_the_weights_of_the_first_group_are_those_of_all(tmp_path: Path):
+    """Both find no outer state, and the second is late."""
+    groups = [Fragment(storage.store(tmp_path), [("weight", torch.full((2, 2), 1.0 + number))],
+                       OuterConfig(groups=2, group=number, store=str(tmp_path)), Peers(), lambda request: request(), {})
+              for number in range(2)]
+    for fragment in groups:
+        fragment.found()
+        fragment.load(0)
+    assert [fragment.base["weight"].unique().tolist() for fragment in groups] == [[1.0], [1.0]]
+
+
+def test_a_round_that_nobody_deleted_goes_with_the_next(tmp_path: Path):
+    fragment = Fragment(storage.store(tmp_path), [("weight", torch.ones(2, 2))],
+                        OuterConfig(groups=1, store=str(tmp_path), keep=2), Peers(), lambda request: request(), {})
+    for number in range(5):
+        fragment.commit(number, [0])
+    fragment.clean_up(2)
+    fragment.clean_up(4)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*") if any(path.iterdir())) == [
+        "step_00000003", "step_00000004"]
+
+
+def test_an_offer_whose_answer_was_lost_has_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The store has created the manifest, but the request that did so ends in an error and is made again."""
+    store = storage.store(tmp_path)
+    create, answers = store.create, iter([False])
+
+    def lossy(key: str, data: bytes) -> bool:
+        created = create(key, data)
+        if created and next(answers, True) is False:
+            raise StorageError("no answer", where=key, fix="try again")
+        return created
+
+    def twice(request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except StorageError:
+            return request()
+
+    monkeypatch.setattr(store, "create", lossy)
+    digest_, written = Folder(store, Peers(), twice).write("step_00000001", 1, {"values": torch.ones(3)}, {})
+    assert digest_ == content_hash((tmp_path / "step_00000001/manifest.json").read_bytes())
+    assert written > 0
+
+
 def test_groups_must_agree_and_be_one_run_each(folder: Path):
     fit_local(group(folder, 0, 2, "steps=2", patience_seconds=0.01))
     with pytest.raises(ConfigError, match=r"every is 2 there, 4 here"):
         fit_local(group(folder, 1, 2, every=4))
+    with pytest.raises(ConfigError, match=r"keep is 4 there, 8 here"):
+        fit_local(group(folder, 1, 2, keep=8))
     with pytest.raises(ConfigError, match=r"group 0 of the groups that meet here is the run .*runs/g0"):
         fit_local(group(folder, 0, 2, "run.id=other"))
     with pytest.raises(ConfigError, match=r"outer\.momentum was 0\.9, now 0"):
@@ -296,6 +375,8 @@ def test_settings_that_cannot_work_name_the_nearest_that_can():
     refused(r"nearest legal choice: offload false", "parallel.offload=true")
     refused(r"nearest legal choice: fp32", "parameters=bf16", "precision=bf16")
     refused(r"nearest legal choice: no adapter", "adapter.kind=lora")
+    refused(r"weights of its own.*nearest legal choice: optimizer\.kind adamw",
+            "optimizer.kind=tests.unit.outer.test_exchange:Averaging")
     refused(r"nearest legal choice: checkpoint\.every_steps 200", "checkpoint.every_steps=1000")
 
 

@@ -28,6 +28,10 @@ AVERAGES = ("callbacks=[{kind: ema, decay: 0.5, start_step: 1}, {kind: lawa, eve
 NAME = "blocks.0.ffn.w1.weight"
 
 
+class Of_Mine(EMA):
+    """An average whose name has an underscore, as that of an entry point may."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with shards and the run "whole" of 8 steps that keeps three averages."""
@@ -115,6 +119,7 @@ def test_a_run_may_begin_to_average_later_and_stop_to(folder: Path):
 
 def test_averages_have_names_bytes_and_a_process_that_evaluates_them():
     assert list(named((EMA(), LAWA(), EMA(decay=0.9)))) == ["ema", "lawa", "ema_2"]
+    assert list(named((Of_Mine(), Of_Mine(decay=0.9)))) == ["of_mine", "of_mine_2"]
     settings = build(TrainConfig, {"callbacks": ["ema", {"kind": "lawa", "window": 3}]})
     assert Job(settings, 128, 16).optimizer_bytes == 8 + 4 + 16
     with pytest.raises(ConfigError, match=r"nearest legal choice: evaluation\.separate false"):

@@ -56,6 +56,9 @@ class Optimizer(Part):
     gradient and state. Reproducible mode refuses an optimizer with a reason."""
     NOT_OFFLOADABLE: ClassVar[str] = ""
     """Why its state cannot be kept in host memory (`parallel.offload`); "" if it can."""
+    NOT_OVERLAPPED: ClassVar[str] = "does not say that its update needs no other worker (NOT_OVERLAPPED = \"\")"
+    """Why a thread cannot update layers while the backward pass goes on (`parallel.overlap_update`): the collectives of
+    an update would mix with those of the passes. "" if an update communicates nothing."""
     HOST_TRAFFIC: ClassVar[float] = 84.0
     """Bytes of a parameter that an update in host memory moves, for plans. The default is what
     `torch.optim.AdamW(foreach=True)` moves on a CPU, operation by operation; a test counts it."""

@@ -157,6 +157,11 @@ class ModelOptimizer:
     def started(self) -> None:
         """Handle that the parameters have been initialised."""
 
+    def close(self) -> None:
+        """End the thread that updates during the backward pass, if there is one."""
+        if self.overlapped is not None:
+            self.overlapped.close()
+
     def restored(self) -> None:
         """Copy the restored number of updates to all parameters, after `tensors` were filled."""
         counts = self._counts()

@@ -92,8 +92,8 @@ class OverlappedUpdate:
         return self._norms
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.stop()
+        """End the thread. Updates that have not begun are dropped, as after a failure in the passes."""
+        self._thread.stop(wait=False)
 
     @torch.no_grad()
     def _update(self, parameters: Sequence[torch.Tensor], events: Sequence[Any], factor: torch.Tensor) -> None:

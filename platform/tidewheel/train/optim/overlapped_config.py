@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tidewheel.parts import name_of
+
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
 
@@ -16,6 +18,9 @@ def reason_against(config: TrainConfig) -> str | None:
     what = "parallel.overlap_update updates a layer before the backward pass has reached the others"
     if not parallel.offload:
         return f"parallel.overlap_update is for the updates of parallel.offload, which is false; {last}: offload true"
+    if config.optimizer.NOT_OVERLAPPED:
+        return (f"{what}, but optimizer.kind {name_of(type(config.optimizer))} {config.optimizer.NOT_OVERLAPPED}; "
+                f"{last}: adamw, or overlap_update false")
     if config.optimizer.clip_norm:
         return (f"{what}, but optimizer.clip_norm {config.optimizer.clip_norm:g} needs the norm of the whole gradient "
                 f"first; {last}: clip_norm 0, or overlap_update false")

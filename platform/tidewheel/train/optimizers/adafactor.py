@@ -19,6 +19,7 @@ class Adafactor(Optimizer):
 
     VERSION = Version("optimizer_adafactor", uses=(Optimizer.VERSION,))
     NOT_REPRODUCIBLE = "takes means over rows and columns, which it adds up over workers"
+    NOT_OVERLAPPED = "adds up means over workers in an update"
     STATE_NOTE = "a mean for each row and column; tables that count 4 have a momentum beside them"
 
     learning_rate: float = Field(default=1e-2, gt=0)

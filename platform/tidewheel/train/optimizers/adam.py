@@ -23,6 +23,7 @@ class Adam(Optimizer):
     VERSION = Version("optimizer_adam", uses=(Optimizer.VERSION,))
     STATE = ("step", "exp_avg", "exp_avg_sq")
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
     HOST_TRAFFIC = 28.0  # torch's fused kernel reads parameter, gradient and moments, and writes all but the gradient
 
     learning_rate: float = Field(default=3e-3, gt=0)

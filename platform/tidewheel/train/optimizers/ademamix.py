@@ -19,6 +19,7 @@ class AdEMAMix(Optimizer):
     VERSION = Version("optimizer_ademamix", uses=(Optimizer.VERSION,))
     STATE = ("step", "exp_avg", "exp_avg_slow", "exp_avg_sq")
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""

@@ -22,6 +22,7 @@ class Lion(Optimizer):
     VERSION = Version("optimizer_lion", uses=(Optimizer.VERSION,))
     STATE = ("exp_avg",)
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""

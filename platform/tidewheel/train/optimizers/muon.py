@@ -21,6 +21,7 @@ class Muon(AdamW):
 
     VERSION = Version("optimizer_muon", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "gathers matrices in products whose order follows the layout"
+    NOT_OVERLAPPED = "exchanges matrices between workers in an update"
     HOST_TRAFFIC = 128.0  # beside its products
     STATE_NOTE = "4 of a block's matrix, 8 of others"
 

@@ -27,6 +27,7 @@ class SGD(Optimizer):
     STATE = (MOMENTUM,)
     LEANER: ClassVar[Mapping[str, Any]] = {"momentum": 0.0}
     NOT_REPRODUCIBLE = ""
+    NOT_OVERLAPPED = ""
 
     learning_rate: float = Field(default=0.1, gt=0)
     """Peak learning rate."""

@@ -72,7 +72,8 @@ class ParallelConfig(Config):
     """For zero2 and zero3: keep parameters, gradients and optimizer state in host memory (FSDP2's CPU offload)."""
     overlap_update: bool = False
     """With `offload`: update a layer in a thread as soon as its gradient is final, while the backward pass goes on. It
-    needs `optimizer.clip_norm` 0 and guards that never withhold an update; no bit changes."""
+    needs `optimizer.clip_norm` 0, guards that never withhold an update, and an optimizer whose update communicates
+    nothing, such as adamw; no bit changes."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import tidewheel as tw
 from tests.ranks import on_ranks
+from tests.unit.train.helpers import config as run_config
+from tests.unit.train.helpers import write_shards
 from tests.unit.train.parallel.test_offload_alone import CASES
 from tests.unit.train.test_step import MODEL, VOCABULARY, micro, rows
 from tidewheel.config import build
+from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
 from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
@@ -30,6 +36,10 @@ NEEDED: dict[str, Any] = {"guards": {"non_finite": "stop"}}
 OVERLAPPED = ("fp32", "bf16 products", "bf16 parameters", "tied", "adapter", "whole gradients", "8-bit moments")
 QUICK = ("fp32", "bf16 parameters", "8-bit moments")
 MICRO_BATCHES = 3
+
+
+class Undeclared(tw.Optimizer):
+    """An optimizer that does not say whether its update communicates."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +122,25 @@ def test_several_ranks_update_during_the_backward_pass(ranks: int):
     on_ranks(ranks, several_ranks)
 
 
+def test_the_thread_ends_with_its_generation(tmp_path: Path):
+    write_shards(tmp_path / "shards")
+    fit_local(run_config(tmp_path, "run", "parallel={data: zero3, offload: true, overlap_update: true}",
+                         "optimizer.clip_norm=0", "guards.non_finite=stop", "steps=2", "evaluation.every_steps=0",
+                         'data.validation=""'))
+    threads = [thread for thread in threading.enumerate() if thread.name == "updates"]
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 @pytest.mark.parametrize(("changes", "hint"), [
     ({"parallel": {"data": "zero2", "overlap_update": True}}, "nearest legal choice: offload true"),
     ({"optimizer": {"clip_norm": 1.0}}, "nearest legal choice: clip_norm 0, or overlap_update false"),
     ({"guards": {"non_finite": "skip"}}, "guards.non_finite stop and guards.spike ignore"),
     ({"precision": "fp16"}, "nearest legal choice: precision bf16"),
     ({"reproducible": True}, "nearest legal choice: overlap_update false"),
+    *(({"optimizer": {"kind": kind, "clip_norm": 0}}, "nearest legal choice: adamw, or overlap_update false")
+      for kind in ("muon", "adafactor", "tests.unit.train.optim.test_overlapped:Undeclared")),
     ({"memory": {"optimizer_disk": "/tmp"}, "checkpoint": {"memory_tier": {"every_steps": 0}}}, "piece by piece")])
 def test_what_would_change_a_result_is_refused(changes: dict[str, Any], hint: str):
     values = {"model": MODEL.canonical(), **NEEDED, "optimizer": {"clip_norm": 0},

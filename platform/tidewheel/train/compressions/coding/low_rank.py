@@ -1,4 +1,4 @@
-"""Sums of gradients as products of two thin matrices: PowerSGD, algorithm 2 of https://arxiv.org/abs/1905.13727."""
+"""Sums of gradients as products of two thin matrices: PowerSGD, algorithm 1 of https://arxiv.org/abs/1905.13727."""
 
 from __future__ import annotations
 
