@@ -237,6 +237,14 @@ def test_an_upload_of_a_former_driver_is_no_fault_of_the_storage(run: Recorded) 
     assert [(item.cause.key, item.text) for item in run.told().incidents[1:]] == [("storage", "503 slow down")]
 
 
+def test_a_save_that_a_lost_worker_broke_off_is_no_fault_of_the_storage(run: Recorded) -> None:
+    lost = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    run.begin().event(9, "save_failed", checkpoint="step_00000004", step=4, reason=lost)
+    run.event(10, "save_failed", checkpoint="step_00000005", step=5, reason="Connection reset by peer")
+    told = [(item.cause.key, item.text) for item in run.told().incidents[1:]]
+    assert told == [("storage", "Connection reset by peer")]
+
+
 def test_waiting_for_other_workers_counts_as_goodput(run: Recorded) -> None:
     run.begin()
     before = run.told().goodput

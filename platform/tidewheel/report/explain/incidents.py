@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ JOINED_SECONDS = 600.0
 """Incidents of one cause and place that cost nothing are one incident if they follow each other within this time."""
 FOUND_SECONDS = 120.0
 """A hang or corruption is recorded before the failure that it leads to, at most this long."""
+UPLOADS = frozenset({"upload_failed", "save_failed"})
+"""Events of uploads, which a lost worker or the next driver may break off."""
+ECHO = re.compile(r"the run was taken over by|gloo|nccl|process group|communicator|the generation has ended",
+                  re.IGNORECASE)
+"""What an upload fails with then. A store's connection may break too, so "connection reset" alone is not enough."""
 SHOWN_CHARACTERS = 12
 """Characters of a node's id that are shown for a node without a known host."""
 
@@ -230,7 +236,7 @@ class _Teller:
             elif event.kind == "corruption":
                 result.append(Incident(CAUSES["corruption"], event.time, event.step, str(detail.get("what", "")),
                                        self._named(nodes_of(event)), tuple(detail.get("ranks", ()))))
-            elif event.kind == "upload_failed" and _is_echo(str(detail.get("reason", ""))):
+            elif event.kind in UPLOADS and _is_echo(str(detail.get("reason", ""))):
                 continue
             elif event.kind in ALONE:
                 key, fields = ALONE[event.kind]
@@ -254,7 +260,7 @@ class _Teller:
 
 def _is_echo(reason: str) -> bool:
     """Return whether an upload failed by the loss of a worker or by the next driver, of which the run tells anyway."""
-    return "the run was taken over by" in reason or of_error(reason) == "network"
+    return ECHO.search(reason) is not None
 
 
 def _add(cost: dict[str, float], more: dict[str, float]) -> None:
