@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PYTEST := $(BIN)/python -m pytest
 # A machine with a GPU has torch in an environment of its own, and no network to fill .venv.
 HERE := $(or $(wildcard $(BIN)/python),$(PYTHON))
+# Tests start hundreds of processes. Without bytecode on disk each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test long compat lint format clean help lock kernels sbom gpu gpu-wheels
 .DEFAULT_GOAL := help
