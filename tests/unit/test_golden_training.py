@@ -162,6 +162,10 @@ def test_a_row_that_is_not_a_number_or_has_another_length_is_different():
     assert training.different({"row": [1.0, math.nan]}, rows, 1e-4)
     assert training.different({"row": [1.0]}, rows, 1e-4)
     assert training.different({"other": [1.0, 2.0]}, rows, 1e-4)
+    rounding = {"row": [6e-10, -3e-10]}
+    assert training.different({"row": [-6e-10, 3e-10]}, rounding, 1e-4) == ""
+    assert training.different({"row": [2e-8, 3e-10]}, rounding, 1e-4)
+    assert training.different({"row": [6e-10, 0.0]}, {"row": [0.0, 0.0]}, 1e-4)
 
 
 def test_a_raised_version_changes_the_recipe_hash(monkeypatch: pytest.MonkeyPatch):
