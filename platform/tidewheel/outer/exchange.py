@@ -86,6 +86,7 @@ class Exchange(OuterExchange):
             self._fragments.append(Fragment(folder, weights, config.outer, self._peers, self._wait, identity))
         self._longest_pause = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)
         self._background = Background(self._limit)
+        self._saved: list[dict[str, Any]] | None = []  # until the exchange begins; [] for a run without groups before
         self._wait_began: float | None = None
         self._figures: dict[str, float] = {}
 
@@ -111,7 +112,11 @@ class Exchange(OuterExchange):
                               "or give another outer.store")
 
     # -- begin -------------------------------------------------------------------------------------
-    def begin(self, step: int, saved: list[dict[str, Any]] | None, settle: Callable[[], None]) -> None:
+    def restore(self, saved: list[dict[str, Any]]) -> None:
+        self._saved = saved
+
+    def begin(self, step: int, settle: Callable[[], None]) -> None:
+        saved, self._saved = self._saved, None
         for index, fragment in enumerate(self._fragments):
             known = saved is not None and index < len(saved)
             fragment.progress = Progress(**saved[index]) if saved is not None and known else Progress()
@@ -366,6 +371,8 @@ class Exchange(OuterExchange):
         return held
 
     def state(self) -> list[dict[str, Any]]:
+        if self._saved is not None:
+            return self._saved
         self._background.join()  # a checkpoint that says that an outer gradient is published can rely on it
         return [asdict(fragment.progress) for fragment in self._fragments]
 

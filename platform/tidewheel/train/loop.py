@@ -181,7 +181,7 @@ class Loop:
                        redo=max(0, progress.recorded - progress.step),
                        **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
         if training.outer is not None:
-            training.outer.begin(progress.step, (extra or {}).get("outer"), self._saving.settle)
+            training.outer.begin(progress.step, self._saving.settle)
             training.timeline.spent("restart")
             self._meet(progress.step)
         self._publish(progress.step)

@@ -17,12 +17,17 @@ class OuterExchange(Protocol):
     The outcome of a round is in storage before any weight changes, so a worker that repeats steps takes it again.
     """
 
-    def begin(self, step: int, saved: list[dict[str, Any]] | None, settle: Callable[[], None]) -> None:
+    def restore(self, saved: list[dict[str, Any]]) -> None:
+        """Continue from the `state` of the checkpoint whose tensors were loaded; not called if it had none.
+
+        Until `begin`, `state` returns the same, because the state is copied to memory before.
+        """
+
+    def begin(self, step: int, settle: Callable[[], None]) -> None:
         """Begin to take part after a step whose weights are set; it may replace them.
 
         Args:
             step: the last step done.
-            saved: `state` of the checkpoint whose tensors were loaded; None: the run begins, or had no groups before.
             settle: waits until the weights may change, because a save may still be copying them.
         """
 

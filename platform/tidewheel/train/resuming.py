@@ -100,6 +100,8 @@ class Resuming:
             self._guard.load(extra["guard"])
         if training.loss_scale is not None and extra.get("loss_scale"):
             training.loss_scale.restore(extra["loss_scale"])
+        if training.outer is not None and "outer" in extra:
+            training.outer.restore(extra["outer"])
         training.optimizer.restored()
         training.model.refresh()
         if begun := training.averages.begin(progress.step, extra.get("averages")):

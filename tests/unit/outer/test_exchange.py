@@ -1,13 +1,15 @@
 """Tests of groups that meet over storage: their bits, their data, who is left out, and repeating steps."""
 
+import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 import tidewheel as tw
 from tests.ranks import on_ranks
 from tests.unit.outer.groups import BASE, gate, group, model, train_together
-from tests.unit.train.helpers import Replaced, Script, config, write_shards
+from tests.unit.train.helpers import FileCheckpoints, Replaced, Script, config, write_shards
 from tests.unit.train.test_continuing import events, lines
 from tidewheel import storage
 from tidewheel.checkpoint.digest import digest
@@ -161,6 +163,41 @@ def test_a_worker_that_repeats_steps_takes_the_same_outcomes(folder: Path, outer
     assert all(path.read_bytes() == content for path, content in before.items())
     again = sorted(path.parent.name for path in (folder / "outer").rglob("offers/*/manifest.json"))
     assert [name[:13] for name in again] == [name[:13] for name in offers], "no outer gradient was published twice"
+
+
+class KeepsAtOnce(FileCheckpoints):
+    """A memory tier that the next worker finds, in which every worker copies what it has loaded before it trains."""
+
+    def has_memory(self) -> bool:
+        return True
+
+    def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        self.save(step, state, extra)
+
+
+@pytest.mark.parametrize("outer", [{"every": 3}, {**STREAMING, "error_feedback": True}])
+def test_the_first_copy_of_a_new_worker_has_the_groups_progress(folder: Path, outer: dict[str, Any]):
+    """Workers die behind a checkpoint and a round, before they have copied anything but what they had loaded."""
+    settings = group(folder, 0, 1, "checkpoint.every_steps=5", keep=3, **outer)
+
+    def results(dies: Sequence[int]) -> list[bytes]:
+        """Train with these deaths, one after the other, and return the weights."""
+        copy = folder / "copy.npz"
+        for generation, die in enumerate((*dies, -1)):
+            runtime = Runtime(generation=generation, checkpoints=KeepsAtOnce(copy), control=Script(die=die),
+                              outer=Exchange)
+            with pytest.raises(Replaced) if die > 0 else contextlib.nullcontext():
+                train(settings, runtime)
+        with np.load(copy) as saved:
+            weights = [saved[name].tobytes() for name in sorted(saved) if name.startswith("model/")]
+        copy.unlink()
+        for name in ("runs", "outer"):
+            shutil.rmtree(folder / name)
+        return weights
+
+    undisturbed = results([])
+    assert undisturbed
+    assert results([6, 6, 7]) == undisturbed
 
 
 def test_an_outcome_that_others_decide_meanwhile_comes_as_late_as_without_the_failure(folder: Path):
