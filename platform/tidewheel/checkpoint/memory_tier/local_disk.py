@@ -99,9 +99,9 @@ class LocalDisk:
             return any(part.content.rank == rank for part in pending)
 
     def wait(self) -> None:
-        """Return once nothing is being written."""
+        """Return once nothing is being written, and nothing will be."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue and self._writing is None)
+            self._changed.wait_for(lambda: self._writing is None and (self._closed or not self._queue))
 
     def take_problem(self) -> str:
         """Return why the last write failed, once; "" if it did not."""
@@ -218,12 +218,17 @@ class LocalDisk:
         """Return the files of parts in some folders."""
         files = []
         for folder in folders:
-            with contextlib.suppress(FileNotFoundError):
-                for path in sorted(folder.iterdir()):
-                    match = NAME.fullmatch(path.name)
-                    if match is not None:
-                        step, generation, rank = map(int, match.groups())
-                        files.append(_File(path, generation, step, rank, path.lstat().st_size))
+            try:
+                paths = sorted(folder.iterdir())
+            except FileNotFoundError:
+                continue
+            for path in paths:
+                match = NAME.fullmatch(path.name)
+                if match is None:
+                    continue
+                step, generation, rank = map(int, match.groups())
+                with contextlib.suppress(FileNotFoundError):  # the other thread has just deleted it
+                    files.append(_File(path, generation, step, rank, path.lstat().st_size))
         return files
 
     def _new(self) -> Path:

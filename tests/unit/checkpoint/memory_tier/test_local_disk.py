@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -245,6 +246,38 @@ def test_a_slot_that_is_used_again_while_it_is_written_gives_no_file(tmp_path, s
     assert not list((tmp_path / "other").rglob("*.safetensors"))
     assert not list((tmp_path / "other").rglob(f"{local_disk.TEMPORARY}*"))
     disk.close(keep=False)
+    both.close()
+
+
+def test_nobody_waits_for_parts_that_a_closed_disk_never_writes(tmp_path, start, monkeypatch):
+    agent = start()[0]
+    both = kept_alone(tmp_path / "runs", agent, range(1, 2))
+    part = agent.store.parts()[0]
+    begun, release, done = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(disk_file, "write", lambda *_: (begun.set(), release.wait()))
+    disk = LocalDisk(tmp_path / "other", "run", PartStore("other", tmp_path))
+    disk.write(part)
+    assert begun.wait(60)
+    disk.write(part)
+    threading.Thread(target=lambda: (disk.wait(), done.set()), daemon=True).start()
+    disk.close(keep=True)
+    assert not done.is_set(), "the first part is still being written"
+    release.set()
+    assert done.wait(60)
+    both.close()
+
+
+def test_a_file_that_vanishes_hides_no_other(tmp_path, start, monkeypatch):
+    agent = start()[0]
+    both = kept_alone(tmp_path / "runs", agent, range(1, 3))
+    written([agent])
+    [file] = files([agent])
+    listed = Path.iterdir
+    gone = file.with_name("step_00000001-g0-r0.safetensors")
+    monkeypatch.setattr(Path, "iterdir", lambda path: [*([gone] if path == file.parent else []), *listed(path)])
+    assert agent.disk is not None
+    agent.disk.discard()
+    assert not file.exists()
     both.close()
 
 
