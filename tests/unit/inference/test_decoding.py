@@ -61,7 +61,7 @@ def test_logits_have_the_bits_of_the_modules(tmp_path: Path, family: str):
 
 
 def test_logits_have_the_bits_of_the_modules_in_long_contexts(tmp_path: Path):
-    """Values of more than 256 keys are added in blocks. No length leaves part of an activation over (`VECTORS`)."""
+    """Values of more than 128 keys are added in blocks. No length leaves part of an activation over (`VECTORS`)."""
     short = model_of(tmp_path, "llama")
     model = Decoder(short.config.model_copy(update={"max_sequence_length": 600}), short.vocabulary_size)
     model.load_state_dict(short.state_dict())

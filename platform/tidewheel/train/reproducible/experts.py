@@ -5,9 +5,10 @@ With expert parallelism a rank computes the rows of several source micro-batches
 A weight gradient, which adds up the rows of a product, becomes its source's leaf in the sum of gradients (`tree.py`).
 
 One product for the rows of all sources would be faster but not the same: a library of matrix products chooses its order
-of additions by the number of rows and of threads. `python -m tests.benchmarks.expert_products` shows where. Even
-the activation depends on where a row is: a CPU computes the last elements of a tensor without vector instructions,
-whose exponential has other last bits.
+of additions by the number of rows and of threads (`python -m tests.benchmarks.expert_products` shows where), on some
+CPUs (AMD EPYC with AVX-512) by the address of an operand, too. So operands that begin inside a cache line are copied;
+there are none if widths are multiples of 64 bytes. Even the activation depends on where a row is: a CPU computes the
+last elements of a tensor without vector instructions, whose exponential has other last bits.
 
 Suffixes of names give shapes: R rows, G groups of rows (one of each source), E experts of this rank, N, M and F widths.
 """
@@ -25,6 +26,8 @@ from tidewheel.models.moe.experts import Activation, Arithmetic, add_bias, clamp
 from tidewheel.train.reproducible.exchange import PartialSum
 from tidewheel.train.reproducible.tree import Node
 
+LINE_BYTES = 64
+"""A cache line, at the beginning of which torch allocates tensors on a CPU."""
 Keep = Callable[[int, Sequence[torch.Tensor]], None]
 """Takes the number of a piece of a parameter, which is some of its experts, and the piece's gradient by source."""
 
@@ -107,7 +110,7 @@ class _Loop(torch.autograd.Function):
         rows, out = rows_RN.split(sizes), products.split(sizes)
         for expert, matrix in enumerate(weight_EMN.unbind()):
             for group in range(expert, len(sizes), len(weight_EMN)):
-                torch.mm(rows[group], matrix.t(), out=out[group])
+                _product(rows[group], matrix.t(), out[group])
         return products
 
     @staticmethod
@@ -118,14 +121,27 @@ class _Loop(torch.autograd.Function):
         for expert, matrix in enumerate(weight_EMN.unbind()):
             groups = range(expert, len(ctx.sizes), len(weight_EMN))
             for group in groups:
-                torch.mm(gradients[group], matrix, out=out[group])
+                _product(gradients[group], matrix, out[group])
             if not ctx.needs_input_grad[1]:
                 continue
             if len(groups) == 1:
-                torch.mm(gradients[expert].t(), rows[expert], out=to_weight[expert])
+                _product(gradients[expert].t(), rows[expert], to_weight[expert])
             else:
-                ctx.keep(expert, [(gradients[group].t() @ rows[group])[None] for group in groups])
+                ctx.keep(expert, [(_aligned(gradients[group].t()) @ _aligned(rows[group]))[None] for group in groups])
         return to_rows, to_weight, None, None
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the product of two matrices to `out`, with the same bits wherever the three are in memory."""
+    if out.data_ptr() % LINE_BYTES:
+        out.copy_(_aligned(left) @ _aligned(right))
+    else:
+        torch.mm(_aligned(left), _aligned(right), out=out)
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix, or a copy with the same strides if it begins inside a cache line."""
+    return matrix.clone() if matrix.data_ptr() % LINE_BYTES else matrix
 
 
 class _PerSource(torch.autograd.Function):

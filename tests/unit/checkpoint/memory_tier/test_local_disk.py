@@ -55,8 +55,9 @@ def tiers(folder: Path, addresses: list[Address], rank: int, world_size: int, ge
                              generation=generation, on_event=events, disk_steps=2, **options)
 
 
-def keep(folder: Path, addresses: list[Address], steps: range, generation: int) -> None:
-    """Save the first of `steps` to storage, keep all, and end as if killed."""
+def keep(folder: Path, addresses: list[Address], steps: range, generation: int,
+         working: tuple[int, ...] = (0, 1)) -> None:
+    """Save the first of `steps` to storage, keep all, wait for the disks that are `working`, and end as if killed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     both = tiers(folder, addresses, rank, size, generation, Events(), replica=False)
@@ -69,6 +70,11 @@ def keep(folder: Path, addresses: list[Address], steps: range, generation: int) 
         both.keep(step, values, {"step": step})
         both.is_safe(step)
         clear(values)
+        node = rank % len(addresses)
+        if step % 2 == 0 and node in working:  # a disk that is still busy would leave the next step out
+            file = f"step_{step:08d}-g{generation}-r{rank}.safetensors"
+            while not list((folder.parent / f"nvme{node}").rglob(file)):
+                time.sleep(0.005)
     both.wait()
 
 
@@ -130,7 +136,7 @@ def test_a_run_goes_back_to_storage_if_one_node_cannot_write(tmp_path, start, mo
         return write(path, part)
 
     monkeypatch.setattr(disk_file, "write", fails_on_the_second)
-    on_ranks(2, keep, tmp_path / "runs", [agent.address for agent in agents], range(8, 14), 7)
+    on_ranks(2, keep, tmp_path / "runs", [agent.address for agent in agents], range(8, 14), 7, (0,))
     written(agents)
     names = {path.name[:16] for path in files(agents[:1])}
     assert names == {"step_00000010-g7", "step_00000012-g7"}
