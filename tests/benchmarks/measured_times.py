@@ -35,7 +35,7 @@ from tidewheel.plan.measured import applied, read
 BENCHMARKS = {
     "control_plane": ("--workers", "256", "1000", "--deaths", "1", "10"),
     "elastic": ("--ours-only", "--only", "worker", "frozen", "plain"),
-    "memory_tier": ("--rounds", "2"),
+    "memory_tier": ("--rounds", "2", "--wait-steps", "10"),
     "silent_corruption": ("--flips", "10", "--clean-steps", "200"),
     "storm": ("--minutes", "8", "--kills", "60", "--spares", "1"),
 }

@@ -1,6 +1,7 @@
 """Measure what the memory tier costs a step and how fast it copies and restores, compared with plain checkpoints.
 
     python -m tests.benchmarks.memory_tier [--preset 125m] [--tokens 512] [--rounds 4] [--block 3] [--waits]
+        [--wait-steps 60]
 
 One worker and two agents are processes on this machine, and copies go from one agent to the other over loopback TCP. A
 step is forward, backward and AdamW of the model on `tokens` tokens, much less work than a real step, so the tier's
@@ -45,7 +46,6 @@ from tidewheel.models.families import Llama
 from tidewheel.models.initial_values import init_parameter
 
 WANTED = 0.05
-WAIT_STEPS = 60
 TOKEN = "benchmark"
 SMALL = {"dim": 192, "num_layers": 6, "num_heads": 3, "tie_embeddings": True}
 
@@ -97,6 +97,7 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=4)
     arguments.add_argument("--block", type=int, default=3)
     arguments.add_argument("--waits", action="store_true", help="measure only the time that training stands still")
+    arguments.add_argument("--wait-steps", type=int, default=60, help="steps of each row of the last table")
     arguments.add_argument("--output", default="", help="also write the stalls as JSON, for tidewheel plan goodput")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -113,8 +114,9 @@ def main() -> int:
         models = [("3 M", Llama(**SMALL), 2048), (options.preset, Llama(preset=options.preset), 32768)]
         for index, (name, config, vocabulary) in enumerate(models[:1] if options.waits else models):
             training = Training(config, vocabulary, options.tokens)
-            each, _ = _waits(training, addresses, 3 * index + 1, 1)
-            automatic, keep_seconds = _waits(training, addresses, 3 * index + 2, "auto")
+            each, _ = _waits(training, addresses, 3 * index + 1, 1, options.wait_steps)
+            automatic, keep_seconds = _waits(training, addresses, 3 * index + 2, "auto",
+                                             options.wait_steps)
             waits += [{"state": name, **each}, {"state": name, **automatic}]
             if options.waits:
                 continue
@@ -182,7 +184,7 @@ def _steps(training: Training, addresses: list[Address], generation: int,
 
 
 def _waits(training: Training, addresses: list[Address], generation: int,
-           every_steps: int | Literal["auto"]) -> tuple[dict[str, str], float]:
+           every_steps: int | Literal["auto"], steps: int) -> tuple[dict[str, str], float]:
     """Do steps with the tier as a run does; return a row about the time that training stands still for it, and the
     seconds of that for each copy."""
     tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=generation)
@@ -190,7 +192,7 @@ def _waits(training: Training, addresses: list[Address], generation: int,
     interval = KeepInterval(every_steps, 0.02)
     kept, skipped, still = 0, 0, 0.0
     began = time.perf_counter()
-    for step in range(1, WAIT_STEPS + 1):
+    for step in range(1, steps + 1):
         training.step(tier.settle)
         due = interval.due(step, tier.costs)
         if due and every_steps == "auto" and tier.under_way():
@@ -205,9 +207,9 @@ def _waits(training: Training, addresses: list[Address], generation: int,
     tier.flush()
     waits = tier.waits
     tier.close()
-    return {"interval": str(every_steps), "ms a step": f"{1000 * seconds / WAIT_STEPS:.1f}", "kept": str(kept),
+    return {"interval": str(every_steps), "ms a step": f"{1000 * seconds / steps:.1f}", "kept": str(kept),
             "skipped": str(skipped), "waited for the copy before": str(waits),
-            "stood still, ms a step": f"{1000 * still / WAIT_STEPS:.2f}", "share": f"{still / seconds:.1%}"
+            "stood still, ms a step": f"{1000 * still / steps:.2f}", "share": f"{still / seconds:.1%}"
             }, still / max(1, kept)
 
 
