@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.source import parsed
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "platform"
 
@@ -23,7 +25,7 @@ def module_name(path: Path) -> str:
 def imported(path: Path) -> set[str]:
     """Return every module that a file may import or names in a string, as commands do."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

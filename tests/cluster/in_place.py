@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.elastic.worker import notice, take_part
 from tidewheel.ownership import acquire
+from tidewheel.report.explain.account import Account, account
+from tidewheel.report.explain.causes import CAUSES
 from tidewheel.train import loop
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
@@ -27,12 +31,11 @@ STEP_SECONDS, LATE_STEP_SECONDS, LAST_STEPS = 0.1, 5.0, 40
 SMALL = ("steps=150", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
          "evaluation.every_steps=0", "checkpoint.memory_tier.every_steps=1")
 """Settings of runs with quick steps, for tests of the workers."""
-
-
 ONE_SAVE = "checkpoint.every_steps=100000"
 """Setting of runs in which no save may fail: a worker lost during a save would rightly fail it."""
 PATIENT = {"start_timeout_seconds": 3000.0, "heartbeat_seconds": 60.0, "leave_seconds": 60.0}
 """Limits for a busy machine, as keywords of `prepare`. A killed worker is noticed at once: its connection closes."""
+SLOW = CAUSES["slow_worker"]
 
 
 def slow_steps(settings: TrainConfig, hurry: Path) -> None:
@@ -96,6 +99,17 @@ class Group:
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         result = jsonlog.read(self.store, "events.jsonl")
         return [event for event in result if not kinds or event["kind"] in kinds]
+
+    def told(self) -> Account:
+        """Return what `explain` tells, without the slow workers of a busy machine."""
+        told = account(self.settings.run_uri)
+        kept = tuple(item for item in told.incidents if item.cause is not SLOW)
+        repeaters: dict[str, Counter[str]] = {}
+        for node, counts in told.repeaters.items():
+            others = Counter({title: times for title, times in counts.items() if title != SLOW.title})
+            if others.total() > 1:
+                repeaters[node] = others
+        return replace(told, incidents=kept, repeaters=repeaters)
 
     def end(self) -> None:
         self.coordinator.end()

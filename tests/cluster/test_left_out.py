@@ -12,7 +12,6 @@ import pytest
 from tests.cluster.in_place import Group, finished, prepare
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.errors import StorageAwayError
-from tidewheel.report.explain.account import account
 from tidewheel.shards.loader import Loader
 
 pytestmark = pytest.mark.cluster
@@ -108,7 +107,7 @@ def test_a_bad_device_does_not_pass_its_test_at_the_start(group: Group):
     assert [ECC in reason for reason in reasons] == [True] * 3
     assert ["its test at the start failed" in reason for reason in reasons] == [False, True, True]
     assert len(group.events("failure")) == 1
-    told = account(group.settings.run_uri)
+    told = group.told()
     assert [(item.cause.key, item.times) for item in told.incidents] == [("start", 1), ("gpu", 1), ("probe_failed", 2)]
     assert {node: counts.total() for node, counts in told.repeaters.items()} == {BAD: 3}
     [line] = told.history  # kept beside the run, for the runs after it

@@ -15,6 +15,7 @@ import pytest
 
 import tidewheel
 import tidewheel as tw
+from tests.source import parsed_text
 from tidewheel import engines, environments, parts, rewards, stores
 from tidewheel.config import build
 from tidewheel.data.config import PipelineConfig
@@ -53,7 +54,7 @@ ALLOWED = {
 
 def names_in(text: str) -> tuple[set[str], set[str]]:
     """Return the strings of a file without its documentation, and the modules and names that it imports."""
-    tree = ast.parse(text)
+    tree = parsed_text(text)
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     strings: set[str] = set()
     imported: set[str] = set()

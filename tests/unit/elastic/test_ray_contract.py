@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 import ray
 
+from tests.source import parsed, parsed_text
 from tidewheel import autoscaler, elastic
 from tidewheel.elastic import ray_adapter, ray_contract, ray_process, ray_workers
 from tidewheel.elastic.ray_contract import CONTRACT, KNOWN_RELEASES, PROVIDED, USED, Name, check_ray
 from tidewheel.errors import ClusterError
 
 SOURCES = (*sorted(Path(elastic.__path__[0]).glob("*.py")), Path(autoscaler.__file__))
-TREES = [ast.parse(path.read_text()) for path in SOURCES]
+TREES = [parsed(path) for path in SOURCES]
 PRIVATE = re.compile(r"ray\.(train\.v2|core\.generated|_)|ray\..*\._")
 #: Ray Train's group has these too. The controller calls them for an aborted run, for groups of replicas and for Ray's
 #: own watcher of preemptions; the adapter ends the controller instead, and has neither of the others.
@@ -100,7 +101,7 @@ def test_every_override_and_every_inherited_call_is_listed():
 def test_no_unlisted_private_attribute_of_rays_objects_is_used():
     listed = {name.attribute.rpartition(".")[2] for name in CONTRACT}
     for module in (ray_adapter, ray_process, ray_workers):
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
+        for node in ast.walk(parsed_text(inspect.getsource(module))):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 ours = isinstance(node.value, ast.Name) and node.value.id == "self"
                 assert ours or node.attr in listed, f"{module.__name__}:{node.lineno} uses {node.attr}"
@@ -109,7 +110,7 @@ def test_no_unlisted_private_attribute_of_rays_objects_is_used():
 def test_the_group_has_every_method_that_the_controller_calls():
     from ray.train.v2._internal.execution.controller import TrainController
 
-    tree = ast.parse(inspect.getsource(inspect.getmodule(TrainController)))
+    tree = parsed_text(inspect.getsource(inspect.getmodule(TrainController)))
     called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_group(node.value)}
     listed = {name.attribute.partition(".")[2] for name in PROVIDED if name.attribute.startswith("WorkerGroup.")}
     assert called - NEVER_CALLED == listed - {"create"}
@@ -166,7 +167,7 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 def inherited_calls(own: type) -> set[str]:
     """Return the names of the methods that a class calls on itself or on its base class."""
-    tree = ast.parse(inspect.getsource(own))
+    tree = parsed_text(inspect.getsource(own))
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     methods = [function for function in called if isinstance(function, ast.Attribute)]
     return {method.attr for method in methods if ast.unparse(method.value) in ("self", "super()")} - {"__init__"}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs_pages import DOCS
+from tests.source import parsed
 from tests.unit.imports import published
 from tidewheel.cli import run_command
 from tidewheel.config import load
@@ -47,7 +48,7 @@ def fields(package: str, file: str, *classes: str) -> dict[str, ast.expr | None]
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         pytest.skip(f"{package} is not installed")
-    tree = ast.parse((Path(spec.origin).parent / file).read_text())
+    tree = parsed(Path(spec.origin).parent / file)
     return {statement.target.id: statement.value for node in tree.body
             if isinstance(node, ast.ClassDef) and node.name in classes for statement in node.body
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)

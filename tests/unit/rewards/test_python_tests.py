@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,21 @@ def test_a_reference_without_cases_is_a_failure_and_no_score(reference: str):
 def test_assertions_of_truth_are_cases():
     assert [(case.call, case.expected) for case in cases_of("assert f(1)\nassert not f(2)\nassert f(3) == -1")] == [
         ("not not (f(1))", "1"), ("not not (f(2))", "0"), ("f(3)", "-1")]
+
+
+def test_the_parser_of_another_thread_does_not_disturb():
+    """Another thread gets its turn when garbage is collected in the middle of a tree."""
+    def yield_turn(*_: object) -> None:
+        time.sleep(0)
+
+    reference = "\n".join(f"assert f([[[[{number}]]]]) == {{'a': [{number}]}}" for number in range(30))
+    gc.callbacks.append(yield_turn)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(cases_of, [reference] * 200))
+    finally:
+        gc.callbacks.remove(yield_turn)
+    assert all(cases == found[0] for cases in found)
 
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from([0.5, 1.0, -0.0, 1e300, 2j])

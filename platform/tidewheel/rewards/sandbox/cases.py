@@ -9,6 +9,9 @@ from typing import Any
 
 from tidewheel.rewards.sandbox.child import text_of
 
+PARSER_TRIES = 20
+"""A try costs microseconds."""
+
 
 class Unusable(Exception):
     """A reference has no cases."""
@@ -62,7 +65,7 @@ def _from_json(values: Any) -> list[Case]:
 
 
 def _from_python(text: str) -> list[Case]:
-    return [_asserted(statement) for statement in ast.parse(text).body]
+    return [_asserted(statement) for statement in _parsed(text, "exec").body]
 
 
 def _asserted(statement: ast.stmt) -> Case:
@@ -81,5 +84,19 @@ def _asserted(statement: ast.stmt) -> Case:
 
 
 def _expression(text: str) -> str:
-    ast.parse(text, mode="eval")
+    _parsed(text, "eval")
     return text
+
+
+def _parsed(text: str, mode: str) -> Any:
+    """Return the syntax tree of a text.
+
+    The parser of CPython before 3.11.8 counts its depth per interpreter, not per thread. It raises SystemError when
+    another thread parses at the same time (https://github.com/python/cpython/issues/106905), so it is tried again.
+    """
+    for _ in range(PARSER_TRIES - 1):
+        try:
+            return ast.parse(text, mode=mode)
+        except SystemError:
+            continue
+    return ast.parse(text, mode=mode)
