@@ -1,4 +1,8 @@
-"""Parameters that may be sharded: this rank's part, the whole, and sums over the ranks that share one."""
+"""Parameters that may be sharded: this rank's part, the whole, and sums over the ranks that share one.
+
+With `parallel.offload` the parts are in host memory while the ranks exchange what is on their GPUs, so parts are moved
+there and results back.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,26 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a DTensor, which all its ranks gather together; a plain tensor as it is."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mine = tensor.to_local()
+    there = DTensor.from_local(on_mesh(mine, tensor), tensor.device_mesh, tensor.placements, run_check=False,
+                               shape=tensor.shape, stride=tensor.stride())
+    return there.full_tensor().to(mine.device)
+
+
+def on_mesh(value: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return a tensor on the device with which the ranks that share a DTensor exchange."""
+    return value.to(like.device_mesh.device_type)
 
 
 def part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor that every rank has, placed like another one."""
     if not isinstance(like, DTensor):
         return value
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    value_there = on_mesh(value, like)
+    mine = distribute_tensor(value_there, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return mine.to(value.device)
 
 
 def square_norms(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -43,5 +59,6 @@ def square_norms(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) 
             alike[parameter.device_mesh, parameter.placements].append(number)
     for (mesh, placements), numbers in alike.items():
         over = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
-        sums[numbers] = DTensor.from_local(sums[numbers], mesh, over, run_check=False).full_tensor()
+        there = on_mesh(sums[numbers], like[numbers[0]])
+        sums[numbers] = DTensor.from_local(there, mesh, over, run_check=False).full_tensor().to(sums.device)
     return sums

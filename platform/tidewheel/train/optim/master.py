@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tidewheel.train.optim.base import Named, Optimizer
 from tidewheel.train.optim.disk_state import DiskState
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
+from tidewheel.train.parallel.offloaded import with_part
 
 
 class MasterWeights(ModelOptimizer):
@@ -82,5 +83,4 @@ def _in_fp32(gradient: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(gradient, DTensor):
         return gradient.float()
-    return DTensor.from_local(gradient.to_local().float(), gradient.device_mesh, gradient.placements, run_check=False,
-                              shape=gradient.shape, stride=gradient.stride())
+    return with_part(gradient, gradient.to_local().float(), gradient.shape)

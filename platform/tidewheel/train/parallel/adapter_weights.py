@@ -15,6 +15,7 @@ from tidewheel.models.adapting.nf4 import Nf4Linear, decode, decode_scales
 from tidewheel.models.initial_values import normal_rows
 from tidewheel.train.parallel.initial_parts import Draw, fill, own_indices
 from tidewheel.train.parallel.model import ParallelModel
+from tidewheel.train.parallel.offloaded import whole, with_part
 
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 """Sets tensors by their names in the whole model, on all ranks together."""
@@ -89,13 +90,9 @@ def init_adapter(model: ParallelModel, seed: int) -> None:
 def whole_weight(layer: nn.Linear | nn.Embedding | StackedLinear) -> torch.Tensor:
     """Return the whole matrix of a layer, gathered. All ranks that share it call this together."""
     if not isinstance(layer, Nf4Linear):
-        return _whole(layer.weight.detach())
-    codes, steps, rows = (_whole(part.detach()) for part in (layer.codes, layer.steps, layer.rows))
+        return whole(layer.weight.detach())
+    codes, steps, rows = (whole(part.detach()) for part in (layer.codes, layer.steps, layer.rows))
     return decode(codes, decode_scales(steps, rows))
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _set_part(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -124,5 +121,4 @@ def _wide(layer: Nf4Linear, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     rows, columns = codes.to_local().shape
     part = torch.empty(rows, 2 * columns, dtype=dtype)  # a byte has two codes
-    return DTensor.from_local(part, codes.device_mesh, codes.placements, run_check=False, shape=torch.Size(shape),
-                              stride=(layer.in_features, 1))
+    return with_part(codes, part, shape)

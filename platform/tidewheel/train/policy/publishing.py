@@ -20,6 +20,7 @@ from tidewheel.storage import Store, content_hash
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.parallel.mesh import DIMS
+from tidewheel.train.parallel.offloaded import whole
 from tidewheel.train.policy import deltas, resident
 
 FOLDER = "policies"
@@ -65,10 +66,10 @@ class Publishing:
         """Return this stage's tensors as whole tensors in host memory; {} on the ranks that do not write."""
         tensors = {}
         for name, value in (*self._model.named_parameters(), *self._model.named_buffers()):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value  # a collective: all ranks call it
+            gathered = whole(value.detach())  # a collective: all ranks call it
             if self._writes:
-                rounded = self._rounds and whole.dim() > 1 and whole.is_floating_point()
-                tensors[name] = (whole.detach().bfloat16() if rounded else whole.detach()).cpu().contiguous()
+                rounded = self._rounds and gathered.dim() > 1 and gathered.is_floating_point()
+                tensors[name] = (gathered.bfloat16() if rounded else gathered).cpu().contiguous()
         return tensors
 
     def write(self, step: int, tensors: dict[str, torch.Tensor]) -> None:

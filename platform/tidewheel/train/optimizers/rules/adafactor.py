@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tidewheel.train.optimizers.rules.on_device import count_update, groups_to_update, kernel, local
+from tidewheel.train.parallel.offloaded import redistributed, whole
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -136,21 +137,17 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor after its pending sums over ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.redistribute(placements=[Replicate() if placement.is_partial() else placement
-                                           for placement in tensor.placements])
+    return redistributed(tensor, [Replicate() if placement.is_partial() else placement
+                                  for placement in tensor.placements])
 
 
 def _rms(tensor: torch.Tensor) -> float:
     """Return the root of the mean square of all elements on all ranks."""
-    total = tensor.square().sum()
-    if isinstance(total, DTensor):
-        total = total.full_tensor()
+    total = whole(tensor.square().sum())
     return (float(total) / tensor.numel()) ** 0.5
 
 
 def _mean_root(tensor: torch.Tensor) -> torch.Tensor:
     """Return the root of the mean square of all elements on all ranks, a scalar on the device."""
-    norm = torch.linalg.vector_norm(tensor)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norm = whole(torch.linalg.vector_norm(tensor))
     return norm / tensor.numel() ** 0.5

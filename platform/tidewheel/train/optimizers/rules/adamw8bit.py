@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -17,6 +15,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from tidewheel.errors import ConfigError
 from tidewheel.train.optimizers.rules import host_adamw8bit
 from tidewheel.train.optimizers.rules.on_device import count_update, groups_to_update, kernel, local
+from tidewheel.train.parallel.offloaded import with_part
 
 BLOCK = 256
 """Number of elements that share a scale, as in https://arxiv.org/abs/2110.02861."""
@@ -200,9 +199,4 @@ def stored(name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _placed(like: torch.Tensor, part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return `part` as this rank's shard of a tensor of `shape`, sharded like `like`."""
-    if not isinstance(like, DTensor):
-        return part
-    stride = tuple(math.prod(shape[dimension + 1:]) for dimension in range(len(shape)))
-    meta = TensorMeta(torch.Size(shape), stride, part.dtype)
-    # `DTensor.from_local` would copy a part in host memory to the device of the mesh
-    return DTensor(part, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
+    return with_part(like, part, shape) if isinstance(like, DTensor) else part

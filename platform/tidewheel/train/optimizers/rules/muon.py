@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from tidewheel.train.optimizers.rules.on_device import groups_to_update, kernel, local
+from tidewheel.train.parallel.offloaded import on_mesh, own_part
 
 
 class Muon(torch.optim.Muon):
@@ -138,9 +139,7 @@ def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) ->
         elif dimension is not None:
             exchanged[update.device_mesh, dimension, update.shape].append(number)
         else:
-            whole = function(update.full_tensor())
-            results[number] = distribute_tensor(whole, update.device_mesh, update.placements,
-                                                src_data_rank=None).to_local()
+            results[number] = own_part(function(on_mesh(update).full_tensor()), update)
     for (mesh, dimension, _), numbers in exchanged.items():
         size = mesh.size(dimension)
         for first in range(0, len(numbers), size):
@@ -153,10 +152,10 @@ def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) ->
 def _of_whole_matrices(update: DTensor, function: Orthogonalise) -> torch.Tensor:
     """Return this rank's part of function(stack), which is computed for the experts of which the rank has a part."""
     experts = [placement if placement.is_shard(0) else Replicate() for placement in update.placements]
-    gathered = update.redistribute(placements=experts)
+    gathered = on_mesh(update).redistribute(placements=experts)
     computed = DTensor.from_local(function(gathered.to_local()), update.device_mesh, experts, run_check=False,
                                   shape=update.shape, stride=update.stride())
-    return computed.redistribute(placements=update.placements).to_local()
+    return computed.redistribute(placements=update.placements).to_local().to(update.to_local().device)
 
 
 def _rows_over(update: torch.Tensor) -> int | None:
