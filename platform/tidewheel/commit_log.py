@@ -9,9 +9,10 @@ The number of a worker group encodes its epoch: generation = epoch * GENERATIONS
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,9 +68,16 @@ class Record:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Record:
-        """Return the record with these JSON values, without fields that a later release added."""
+        """Return the record with these JSON values, without fields that a later release added.
+
+        Raises:
+            ValueError: a field is missing, or has another type.
+        """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
+        try:
+            return cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
+        except TypeError as error:
+            raise ValueError(f"it is no record: {error}") from None
 
     @property
     def holder(self) -> Holder:
@@ -97,7 +105,7 @@ class CommitLog:
     def head(self) -> Record | None:
         """Return the newest record; None if the run has never had an owner."""
         number, values = self._run(protocol.newest())
-        return None if values is None else Record.of({**values, "number": number})
+        return None if values is None else self._record({**values, "number": number})
 
     def take_over(self, owner: Holder, expected: Record | None, committed: Iterable[str] = (), *,
                   first_epoch: int = 0) -> Record | None:
@@ -124,7 +132,7 @@ class CommitLog:
         if values is None:
             return None
         self._run(protocol.tidy(values["number"]))
-        return Record.of(values)
+        return self._record(values)
 
     def commit(self, name: str, generation: int) -> Record:
         """Commit checkpoint `name`. Committing it again changes nothing.
@@ -200,11 +208,15 @@ class CommitLog:
 
         kept, values = self._run(protocol.commit(epoch, apply, uuid.uuid4().hex, conditional))
         if not kept:
-            raise taken_over(self.checkpoints.uri, None if values is None else Record.of({"number": -1, **values}))
-        head = Record.of({"number": -1, **values})
+            raise taken_over(self.checkpoints.uri, None if values is None else self._record({"number": -1, **values}))
+        head = self._record({"number": -1, **values})
         if head.number % protocol.KEPT_SLOTS == 0:
             self._run(protocol.tidy(head.number))
         return head
+
+    def _record(self, values: dict[str, Any]) -> Record:
+        with _damage_named(self._store):
+            return Record.of(values)
 
     def _run(self, steps: protocol.Protocol) -> Any:
         return run_protocol(self._store, steps)
@@ -222,17 +234,25 @@ def run_protocol(store: Store, steps: protocol.Protocol) -> Any:
     """
     answer: Any = None
     try:
-        while True:
-            answer = _execute(store, steps.send(answer))
+        with _damage_named(store):
+            while True:
+                answer = _execute(store, steps.send(answer))
     except StopIteration as stop:
         return stop.value
+    except SlotsContested:
+        raise StorageAwayError("other writers of this run came first at every try", where=store.uri,
+                               fix="try again, and stop the other writer if it should not be running") from None
+
+
+@contextlib.contextmanager
+def _damage_named(store: Store) -> Iterator[None]:
+    """Say which log has a damaged record."""
+    try:
+        yield
     except ValueError as error:
         raise StorageError(f"a record is damaged: {error}", where=store.uri,
                            fix="delete the damaged record, which has the highest number; then the record "
                            "before it counts") from None
-    except SlotsContested:
-        raise StorageAwayError("other writers of this run came first at every try", where=store.uri,
-                               fix="try again, and stop the other writer if it should not be running") from None
 
 
 def _execute(store: Store, request: protocol.Request) -> Any:

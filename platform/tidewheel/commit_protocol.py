@@ -84,14 +84,21 @@ def slot_numbers(names: Sequence[str]) -> list[int]:
 
 
 def newest() -> Protocol:
-    """Return (number, record) of the newest slot; (-1, None) if the log is empty."""
+    """Return (number, record) of the newest slot; (-1, None) if the log is empty.
+
+    Raises:
+        ValueError: the slot has something else.
+    """
     while True:
         numbers = slot_numbers((yield List()))
         if not numbers:
             return -1, None
         data = yield Get(slot_name(numbers[-1]))
         if data is not None:  # otherwise it was deleted meanwhile, because newer slots exist
-            return numbers[-1], json.loads(data)
+            record = json.loads(data)
+            if not isinstance(record, dict) or not isinstance(record.get("epoch"), int):
+                raise ValueError(f"{slot_name(numbers[-1])} is no record")
+            return numbers[-1], record
 
 
 def append(number: int, record: dict[str, Any], writer: str, conditional: bool) -> Protocol:

@@ -18,6 +18,7 @@ interval. `--waits` measures only that, with the small model.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -26,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,6 +90,26 @@ def _agent(pipe: Any) -> None:
     agent.stop()
 
 
+@contextlib.contextmanager
+def _agents() -> Iterator[list[Address]]:
+    """Yield the addresses of two agents without copies. Copies of other measurements would stay beside new ones."""
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_agent, args=(theirs,), daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    try:
+        yield [Address(*pipe.recv()) for pipe in pipes]
+    finally:
+        for pipe in pipes:
+            with contextlib.suppress(BrokenPipeError):  # it was killed: memory is full
+                pipe.send("stop")
+        for process in processes:
+            process.join()
+
+
 def main() -> int:
     """Measure, print the tables and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,36 +122,25 @@ def main() -> int:
     arguments.add_argument("--output", default="", help="also write the stalls as JSON, for tidewheel plan goodput")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    pipes, addresses = [], []
-    for _ in range(2):
-        ours, theirs = context.Pipe()
-        context.Process(target=_agent, args=(theirs,), daemon=True).start()
-        pipes.append(ours)
-        addresses.append(Address(*ours.recv()))
-    try:
-        overhead, missed = 0.0, list[str]()
-        rows, times, waits, keep_seconds = [], [], [], 0.0
-        models = [("3 M", Llama(**SMALL), 2048), (options.preset, Llama(preset=options.preset), 32768)]
-        for index, (name, config, vocabulary) in enumerate(models[:1] if options.waits else models):
-            training = Training(config, vocabulary, options.tokens)
-            each, _ = _waits(training, addresses, 3 * index + 1, 1, options.wait_steps)
-            automatic, keep_seconds = _waits(training, addresses, 3 * index + 2, "auto",
-                                             options.wait_steps)
-            waits += [{"state": name, **each}, {"state": name, **automatic}]
-            if options.waits:
-                continue
-            row, overhead, step = _steps(training, addresses, 3 * index, options)
-            rows.append({"state": f"{name}, {training.bytes() / 1e9:.3f} GB", **row})
+    overhead, missed = 0.0, list[str]()
+    rows, times, waits, keep_seconds = [], [], [], 0.0
+    models = [("3 M", Llama(**SMALL), 2048), (options.preset, Llama(preset=options.preset), 32768)]
+    for name, config, vocabulary in models[:1] if options.waits else models:
+        training = Training(config, vocabulary, options.tokens)
+        each, keep_seconds = _waits(training, 1, options.wait_steps)
+        automatic, _ = _waits(training, "auto", options.wait_steps)
+        waits += [{"state": name, **each}, {"state": name, **automatic}]
+        if options.waits:
+            continue
+        with _agents() as addresses:
+            row, overhead, step = _steps(training, addresses, options)
             time_rows, stall, whole = _times(name, training, addresses)
-            times += time_rows
-            message = f"{name}: a save stalls for {1000 * stall:.1f} ms, {stall / step:.1%} of a step, " \
-                   f"{stall / whole:.1%} of a synchronous save"
-            missed += [message] if stall > max(0.05, 0.02 * step) or stall > 0.03 * whole else []
-            del training
-    finally:
-        for pipe in pipes:
-            pipe.send("stop")
+        rows.append({"state": f"{name}, {training.bytes() / 1e9:.3f} GB", **row})
+        times += time_rows
+        message = f"{name}: a save stalls for {1000 * stall:.1f} ms, {stall / step:.1%} of a step, " \
+               f"{stall / whole:.1%} of a synchronous save"
+        missed += [message] if stall > max(0.05, 0.02 * step) or stall > 0.03 * whole else []
+        del training
     print_table(waits, title="training stands still for the tier")
     if options.output:
         Path(options.output).write_text(json.dumps({"kind": "memory_tier", "keep_seconds": keep_seconds,
@@ -144,10 +154,9 @@ def main() -> int:
     return int(overhead > WANTED or bool(missed))
 
 
-def _steps(training: Training, addresses: list[Address], generation: int,
-           options: Any) -> tuple[dict[str, str], float, float]:
+def _steps(training: Training, addresses: list[Address], options: Any) -> tuple[dict[str, str], float, float]:
     """Run blocks of steps with and without the tier; return a row, the tier's share and a step's seconds without it."""
-    tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=generation)
+    tier = _tier(addresses)
     began = time.perf_counter()
     tier.prepare(training.state())
     prepared = time.perf_counter() - began
@@ -183,14 +192,22 @@ def _steps(training: Training, addresses: list[Address], generation: int,
             }, overhead, middle[False]
 
 
-def _waits(training: Training, addresses: list[Address], generation: int,
-           every_steps: int | Literal["auto"], steps: int) -> tuple[dict[str, str], float]:
+def _tier(addresses: list[Address]) -> MemoryTier:
+    return MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=0)
+
+
+def _waits(training: Training, every_steps: int | Literal["auto"], steps: int) -> tuple[dict[str, str], float]:
     """Do steps with the tier as a run does; return a row about the time that training stands still for it, and the
     seconds of that for each copy."""
-    tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=generation)
+    with _agents() as addresses:
+        return _stood_still(training, _tier(addresses), every_steps, steps)
+
+
+def _stood_still(training: Training, tier: MemoryTier, every_steps: int | Literal["auto"],
+                 steps: int) -> tuple[dict[str, str], float]:
     tier.prepare(training.state())
     interval = KeepInterval(every_steps, 0.02)
-    kept, skipped, still = 0, 0, 0.0
+    kept, skipped, counted, still = 0, 0, 0, 0.0
     began = time.perf_counter()
     for step in range(1, steps + 1):
         training.step(tier.settle)
@@ -203,6 +220,7 @@ def _waits(training: Training, addresses: list[Address], generation: int,
             kept += 1
             if step > SLOTS_PER_WORKER:  # the first snapshots wait for their slots
                 still += tier.last["wait_seconds"] + tier.last["stall_seconds"]
+                counted += 1
     seconds = time.perf_counter() - began
     tier.flush()
     waits = tier.waits
@@ -210,7 +228,7 @@ def _waits(training: Training, addresses: list[Address], generation: int,
     return {"interval": str(every_steps), "ms a step": f"{1000 * seconds / steps:.1f}", "kept": str(kept),
             "skipped": str(skipped), "waited for the copy before": str(waits),
             "stood still, ms a step": f"{1000 * still / steps:.2f}", "share": f"{still / seconds:.1%}"
-            }, still / max(1, kept)
+            }, still / counted if counted else 0.0
 
 
 def _times(name: str, training: Training, addresses: list[Address]) -> tuple[list[dict[str, str]], float, float]:
@@ -242,7 +260,7 @@ def _times(name: str, training: Training, addresses: list[Address]) -> tuple[lis
             behind.wait()
             stalls.append(behind.saves().stall_seconds)
         stall = statistics.median(stalls[1:])  # the first allocates
-        rows.append({"state": name, "what": "save to disk, stall only", "s": f"{stall:.4f}"})
+        rows.append({"state": name, "what": "save to disk, stall only", "s": f"{stall:.4f}", "GB/s": ""})
         timed("load from disk", lambda: behind.load_latest(state))
     return rows, stall, whole
 

@@ -10,7 +10,7 @@ from tidewheel import commit_log, commit_protocol
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.commit_log import CommitLog, epoch_of, first_generation
 from tidewheel.conditional_create import creates_are_conditional
-from tidewheel.errors import OwnershipError, StorageAwayError
+from tidewheel.errors import OwnershipError, StorageAwayError, StorageError
 from tidewheel.lease import Holder
 from tidewheel.storage import LocalStore, Store, store
 
@@ -124,6 +124,22 @@ def test_old_records_are_deleted(tmp_path):
     names = [path.name for path in (tmp_path / commit_log.FOLDER).iterdir()]
     assert len(commit_protocol.slot_numbers(names)) <= 2 * commit_protocol.KEPT_SLOTS
     assert log.head().number == 400
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "{}", '{"epoch": "1"}', '{"epoch": 1}', '{"epoch": 1, "kind"', ""])
+def test_a_damaged_record_is_named(tmp_path, content):
+    log = CommitLog(LocalStore(tmp_path))
+    log.take_over(Holder.me(), None)
+    damaged = tmp_path / commit_log.FOLDER / commit_protocol.slot_name(1)
+    damaged.write_text(content)
+    for call in (log.head, lambda: log.commit("step_00000001", 1_000_000), lambda: log.take_over(Holder.me(), None)):
+        if content == '{"epoch": 1}' and call is not log.head:
+            continue  # the log is not what a caller without its head expects
+        with pytest.raises(StorageError, match="a record is damaged") as error:
+            call()
+        assert "delete the damaged record" in error.value.fix
+    damaged.unlink()
+    assert log.head().epoch == 0
 
 
 def test_a_probe_tells_whether_creates_are_conditional(checkpoints):

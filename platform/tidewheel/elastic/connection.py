@@ -16,7 +16,9 @@ from tidewheel.unauthenticated import HELLO_BYTES, HELLO_SECONDS
 M = TypeVar("M")
 
 MOST_BYTES = 1 << 20
-"""Longest line."""
+"""Longest line of a worker."""
+MOST_BYTES_TO_WORKER = 1 << 26
+"""Longest line of the coordinator, who names all members of a generation."""
 SILENT_SECONDS = 10.0
 """The kernel closes a connection whose other machine acknowledges nothing for this long."""
 RECONNECT_SECONDS = 30.0
@@ -146,19 +148,26 @@ def lines_of(connection: socket.socket, seconds: float | None) -> Iterator[bytes
 
     Raises:
         SilentError: nothing arrives for so long.
-        OSError: the connection broke.
+        OSError: the connection broke, or a line is longer than `MOST_BYTES_TO_WORKER`.
     """
     arrives = select.poll()
     arrives.register(connection, select.POLLIN)
-    rest = b""
+    rest = bytearray()
     while True:
         if not arrives.poll(None if seconds is None else 1000 * seconds):
             raise SilentError
         data = connection.recv(RECEIVE_BYTES)
         if not data:
             return
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
+        first, end, others = data.partition(b"\n")
+        rest += first
+        if end:
+            *lines, last = others.split(b"\n")
+            yield bytes(rest)
+            yield from lines
+            rest = bytearray(last)
+        if len(rest) > MOST_BYTES_TO_WORKER:
+            raise ConnectionError(f"a line of more than {MOST_BYTES_TO_WORKER} bytes")
 
 
 def read_line(connection: socket.socket) -> bytes:

@@ -210,3 +210,33 @@ def test_acknowledged_messages_are_forgotten():
     assert log.is_new(1)
     assert not log.is_new(1)
     assert log.is_new(None)
+
+
+def test_lines_come_out_as_they_went_in_however_they_are_cut():
+    lines = [bytes([97 + number % 26]) * random.Random(number).randrange(200_000) for number in range(40)]
+    here, there = socket.socketpair()
+
+    def send() -> None:
+        rng, data = random.Random(1), b"".join(line + b"\n" for line in lines)
+        while data:
+            size = rng.choice([1, 7, 1000, 100_000])
+            there.sendall(data[:size])
+            data = data[size:]
+        there.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with here:
+        assert list(connection.lines_of(here, None)) == lines
+    thread.join()
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "MOST_BYTES_TO_WORKER", 1000)
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(b"a\n" + b"b" * 900 + b"\n" + b"c" * 1001)
+        received = connection.lines_of(here, None)
+        assert [next(received), next(received)] == [b"a", b"b" * 900]
+        with pytest.raises(ConnectionError, match="a line of more than 1000 bytes"):
+            next(received)
