@@ -32,6 +32,9 @@ BACKGROUND_BYTES = 4 << 20
 """A smaller state is copied at once, because that is faster than waking a thread."""
 COSTS = 3
 """Snapshots whose costs are kept."""
+ALLOCATE_SECONDS = 600.0
+"""Longest time that an agent takes for a slot: it allocates gigabytes, for one worker of its node after the other. An
+agent that is frozen is given up after it, and training goes on without the tier."""
 PUSH_SECONDS = 60.0
 """The tier is given up when the replica of the previous snapshot takes longer than this."""
 
@@ -274,7 +277,7 @@ class MemoryTier:
     def _take_slot(self, index: int) -> None:
         """Map a slot when it is first used; the agent allocates one after the other."""
         assert self._connection is not None
-        self._connection.set_idle_limit(None)  # the agent may still be allocating gigabytes
+        self._connection.set_idle_limit(ALLOCATE_SECONDS)
         path = self._connection.ask({"op": "slot", "slot": index})["path"]
         self._connection.set_idle_limit(IDLE_SECONDS)
         slot = Slot(Path(path))

@@ -1,6 +1,8 @@
 """Workers and agents are killed at any instant: what is left is whole, and as new as was promised."""
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 
@@ -8,6 +10,7 @@ import pytest
 
 from tests.unit.checkpoint.helpers import clear, equal
 from tests.unit.checkpoint.memory_tier.processes import CONTEXT, RUN, TOKEN, AgentProcess, Trainer, whole
+from tidewheel.checkpoint.memory_tier import client
 from tidewheel.checkpoint.memory_tier.restore import Recoverable, inventory, load, newest_complete
 from tidewheel.checkpoint.memory_tier.slots import SHARED_MEMORY, sweep
 
@@ -82,3 +85,21 @@ def test_both_nodes_lost_is_lost(agents):
         agents[rank].kill()
         agents[rank] = AgentProcess.start()
     assert newest_complete(inventory([agent.address for agent in agents], TOKEN)) is None
+
+
+def test_training_goes_on_without_an_agent_that_freezes_before_it_gives_a_slot(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client, "ALLOCATE_SECONDS", 0.3)
+    agent = AgentProcess.start()
+    tier = client.MemoryTier({0: agent.address}, agent.address, [], 0, 1, TOKEN)
+    state = whole(1, 1)
+    tier.prepare(state)
+    tier.snapshot(1, state, {"step": 1})
+    tier.flush()
+    os.kill(agent.process.pid, signal.SIGSTOP)
+    tier.snapshot(2, state, {"step": 2})
+    assert tier._lost
+    tier.snapshot(3, state, {"step": 3})
+    tier.settle()
+    tier.close()
+    agent.kill()
+    sweep()
