@@ -75,9 +75,12 @@ class Record:
         """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         try:
-            return cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
+            record = cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
         except TypeError as error:
             raise ValueError(f"it is no record: {error}") from None
+        if not isinstance(record.epoch, int):
+            raise ValueError(f"its epoch is {record.epoch!r}, not a number")
+        return record
 
     @property
     def holder(self) -> Holder:

@@ -96,7 +96,7 @@ def newest() -> Protocol:
         data = yield Get(slot_name(numbers[-1]))
         if data is not None:  # otherwise it was deleted meanwhile, because newer slots exist
             record = json.loads(data)
-            if not isinstance(record, dict) or not isinstance(record.get("epoch"), int):
+            if not isinstance(record, dict):
                 raise ValueError(f"{slot_name(numbers[-1])} is no record")
             return numbers[-1], record
 
@@ -187,7 +187,7 @@ def take_over(expected: int, record: Callable[[int, dict[str, Any] | None], dict
     number, head = yield from newest()
     if number != expected:
         return None
-    epoch = 0 if head is None else int(head["epoch"]) + 1
+    epoch = 0 if head is None else _epoch(head) + 1
     values = record(epoch, head)
     appended = yield from append(number + 1, values, writer, conditional)
     return {**values, "number": number + 1, "writer": writer} if appended else None
@@ -212,7 +212,7 @@ def commit(epoch: int, change: Callable[[dict[str, Any]], dict[str, Any] | None]
         if attempt:
             yield Pause(attempt)
         number, head = yield from newest()
-        if head is None or int(head["epoch"]) != epoch:
+        if head is None or _epoch(head) != epoch:
             return False, head
         values = change(head)
         if values is None:
@@ -221,6 +221,13 @@ def commit(epoch: int, change: Callable[[dict[str, Any]], dict[str, Any] | None]
         if appended:
             return True, {**values, "number": number + 1}
     raise SlotsContested
+
+
+def _epoch(record: dict[str, Any]) -> int:
+    epoch = record.get("epoch")
+    if not isinstance(epoch, int):
+        raise ValueError(f"its epoch is {epoch!r}, not a number")
+    return epoch
 
 
 def tidy(number: int) -> Protocol:

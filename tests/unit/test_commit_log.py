@@ -132,9 +132,7 @@ def test_a_damaged_record_is_named(tmp_path, content):
     log.take_over(Holder.me(), None)
     damaged = tmp_path / commit_log.FOLDER / commit_protocol.slot_name(1)
     damaged.write_text(content)
-    for call in (log.head, lambda: log.commit("step_00000001", 1_000_000), lambda: log.take_over(Holder.me(), None)):
-        if content == '{"epoch": 1}' and call is not log.head:
-            continue  # the log is not what a caller without its head expects
+    for call in (log.head, lambda: log.commit("step_00000001", 1_000_000)):
         with pytest.raises(StorageError, match="a record is damaged") as error:
             call()
         assert "delete the damaged record" in error.value.fix

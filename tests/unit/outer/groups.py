@@ -70,7 +70,7 @@ def gate(run: str, step: int, file: Path) -> str:
 
 
 def train_together(configs: list[TrainConfig], train: Callable[[TrainConfig], object] = fit_local) -> None:
-    """Train groups at the same time, in threads, and raise the first error."""
+    """Train groups at the same time, in threads, and raise the first error at once: others may wait for that group."""
     errors: list[BaseException] = []
 
     def run(settings: TrainConfig) -> None:
@@ -79,11 +79,11 @@ def train_together(configs: list[TrainConfig], train: Callable[[TrainConfig], ob
         except BaseException as error:
             errors.append(error)
 
-    threads = [Thread(target=run, args=(settings,)) for settings in configs]
+    threads = [Thread(target=run, args=(settings,), daemon=True) for settings in configs]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while not errors and any(thread.is_alive() for thread in threads):
+        time.sleep(0.01)
     if errors:
         raise errors[0]
 
