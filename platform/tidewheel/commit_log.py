@@ -71,16 +71,14 @@ class Record:
         """Return the record with these JSON values, without fields that a later release added.
 
         Raises:
-            ValueError: a field is missing, or has another type.
+            ValueError: a field is missing, or the epoch is no number.
         """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        protocol.epoch_in(known)
         try:
-            record = cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
+            return cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
         except TypeError as error:
             raise ValueError(f"it is no record: {error}") from None
-        if not isinstance(record.epoch, int):
-            raise ValueError(f"its epoch is {record.epoch!r}, not a number")
-        return record
 
     @property
     def holder(self) -> Holder:

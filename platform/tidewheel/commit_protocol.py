@@ -187,7 +187,7 @@ def take_over(expected: int, record: Callable[[int, dict[str, Any] | None], dict
     number, head = yield from newest()
     if number != expected:
         return None
-    epoch = 0 if head is None else _epoch(head) + 1
+    epoch = 0 if head is None else epoch_in(head) + 1
     values = record(epoch, head)
     appended = yield from append(number + 1, values, writer, conditional)
     return {**values, "number": number + 1, "writer": writer} if appended else None
@@ -212,7 +212,7 @@ def commit(epoch: int, change: Callable[[dict[str, Any]], dict[str, Any] | None]
         if attempt:
             yield Pause(attempt)
         number, head = yield from newest()
-        if head is None or _epoch(head) != epoch:
+        if head is None or epoch_in(head) != epoch:
             return False, head
         values = change(head)
         if values is None:
@@ -223,7 +223,12 @@ def commit(epoch: int, change: Callable[[dict[str, Any]], dict[str, Any] | None]
     raise SlotsContested
 
 
-def _epoch(record: dict[str, Any]) -> int:
+def epoch_in(record: dict[str, Any]) -> int:
+    """Return the epoch of a record.
+
+    Raises:
+        ValueError: it has none.
+    """
     epoch = record.get("epoch")
     if not isinstance(epoch, int):
         raise ValueError(f"its epoch is {epoch!r}, not a number")

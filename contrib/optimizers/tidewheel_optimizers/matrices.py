@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import tidewheel as tw
-from tidewheel_optimizers.sharded import on_mesh, part, whole
+from tidewheel_optimizers.sharded import part, whole
 
 
 class MatrixRule(torch.optim.Optimizer):
@@ -103,7 +103,7 @@ def by_one_rank(parameter: torch.Tensor, number: int, results: Sequence[torch.Te
         for result, value in zip(results, compute()):
             result.copy_(value)
     for result in results:
-        sent = on_mesh(result, parameter)
+        sent = result.to(mesh.device_type)  # offloaded: the ranks exchange what is on their GPUs
         dist.broadcast(sent, group=mesh.get_group(dimension), group_src=owner)
         if sent is not result:
             result.copy_(sent)

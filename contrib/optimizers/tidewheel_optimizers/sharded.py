@@ -1,7 +1,7 @@
 """Parameters that may be sharded: this rank's part, the whole, and sums over the ranks that share one.
 
-With `parallel.offload` the parts are in host memory while the ranks exchange what is on their GPUs, so parts are moved
-there and results back.
+With `parallel.offload` the parts are in host memory while the ranks exchange what is on their GPUs. Torch moves a part
+there when it makes a DTensor of it; the results are moved back.
 """
 
 from __future__ import annotations
@@ -26,22 +26,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     mine = tensor.to_local()
-    there = DTensor.from_local(on_mesh(mine, tensor), tensor.device_mesh, tensor.placements, run_check=False,
-                               shape=tensor.shape, stride=tensor.stride())
+    there = DTensor.from_local(mine, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+                               stride=tensor.stride())
     return there.full_tensor().to(mine.device)
-
-
-def on_mesh(value: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return a tensor on the device with which the ranks that share a DTensor exchange."""
-    return value.to(like.device_mesh.device_type)
 
 
 def part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor that every rank has, placed like another one."""
     if not isinstance(like, DTensor):
         return value
-    value_there = on_mesh(value, like)
-    mine = distribute_tensor(value_there, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    mine = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
     return mine.to(value.device)
 
 
@@ -59,6 +53,5 @@ def square_norms(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) 
             alike[parameter.device_mesh, parameter.placements].append(number)
     for (mesh, placements), numbers in alike.items():
         over = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
-        there = on_mesh(sums[numbers], like[numbers[0]])
-        sums[numbers] = DTensor.from_local(there, mesh, over, run_check=False).full_tensor().to(sums.device)
+        sums[numbers] = DTensor.from_local(sums[numbers], mesh, over, run_check=False).full_tensor().to(sums.device)
     return sums
