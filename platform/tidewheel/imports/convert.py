@@ -82,7 +82,7 @@ def convert(table: Table, values: Mapping[str, Any], *, gpus: int | None = None,
         elif isinstance(entry, Meaningless):
             rows.append(Row(key, given, "no meaning here", note=entry.reason))
         elif not isinstance(entry, Mapped):
-            lost = not _is_one_of(given, entry.off)
+            lost = not _is_one_of(given, entry.harmless)
             rows.append(Row(key, given, "not available" if lost else "default", note=entry.reason if lost else "off"))
         else:
             try:

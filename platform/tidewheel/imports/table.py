@@ -96,12 +96,12 @@ class Missing:
     Args:
         reason: why, or what to do instead.
         keys: the dotted keys.
-        off: values with which nothing is lost.
+        harmless: values with which nothing is lost.
     """
 
     reason: str
     keys: str
-    off: tuple[Any, ...] = OFF
+    harmless: tuple[Any, ...] = OFF
 
 
 Entry = Mapped | Meaningless | Missing
@@ -178,8 +178,3 @@ class Table:
 def keys_of(entry: Entry) -> tuple[str, ...]:
     """Return the keys of an entry."""
     return (entry.key,) if isinstance(entry, Mapped) else tuple(entry.keys.split())
-
-
-def below(group: str, names: str) -> str:
-    """Return `names`, separated by spaces, as dotted keys in a group."""
-    return " ".join(f"{group}.{name}" for name in names.split())
