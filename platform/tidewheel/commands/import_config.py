@@ -79,4 +79,5 @@ def _show(imported: Imported) -> None:
     if imported.lost:
         keys = [row.key for row in imported.lost]
         more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        print(f"{len(keys)} settings would change the run and are not available here: {', '.join(keys[:SHOWN])}{more}")
+        count = "1 setting" if len(keys) == 1 else f"{len(keys)} settings"
+        print(f"{count} would change the run but cannot be set here: {', '.join(keys[:SHOWN])}{more}")

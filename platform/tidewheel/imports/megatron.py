@@ -43,6 +43,14 @@ def _model(source: Source) -> dict[str, Any]:
     }
 
 
+def _precision(source: Source) -> str | None:
+    if source.get("fp8-format") in ("hybrid", "e4m3"):
+        return "fp8"
+    if source.get("fp16", False):
+        return "fp16"
+    return "bf16" if source.get("bf16", False) else None
+
+
 def _unit(source: Source) -> int:
     unit = 1
     for name in ("tensor", "pipeline"):
@@ -103,8 +111,7 @@ def _joint(source: Source) -> dict[str, Any]:
         "optimizer.betas": [source.get("adam-beta1", 0.9), source.get("adam-beta2", 0.999)],
         "optimizer.weight_decay": float(source.get("weight-decay", 0.01)),
         "optimizer.momentum": source.get("muon-momentum"),
-        "precision": "fp8" if source.get("fp8-format") else "fp16" if source.get("fp16", False) else
-        "bf16" if source.get("bf16", False) else None,
+        "precision": _precision(source),
         "parallel.data": "zero3" if sharded else "zero1" if source.get("use-distributed-optimizer", False) else "ddp",
         "memory.activation_checkpointing": {"full": "full", "selective": "attention"}.get(str(recompute)),
         "seed": source.get("seed", 1234), "data.seed": source.get("seed", 1234),

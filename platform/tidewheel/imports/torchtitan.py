@@ -55,6 +55,7 @@ def _joint(source: Source) -> dict[str, Any]:
     micro = source.get("training.local_batch_size", 8)
     decay = source.get("lr_scheduler.decay_ratio")
     form = source.get("lr_scheduler.decay_type", "linear")
+    form = form if form in ("linear", "sqrt", "cosine") else "linear"
     kind = "wsd" if decay or (decay is None and form == "sqrt") else "constant" if decay == 0 else form
     mixed = source.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
     fp8 = "quantize.linear.float8" in source.get("model.converters", []) or "float8" in source.get(

@@ -159,7 +159,7 @@ def summary_rows(job: Job, cluster: ClusterConfig, run_cost: Summary) -> list[Ro
         "failures": f"one every {run_cost.mtbf_seconds / 3600:.1f} h ({cluster.failures.rate})",
         "goodput": f"{100 * run_cost.goodput:.2f} % saving every {run_cost.interval_seconds / 60:.1f} min "
                    f"as configured; best {100 * run_cost.best_goodput:.2f} % "
-                   f"every {run_cost.best_interval_seconds / 60:g} min",
+                   f"every {run_cost.best_interval_seconds / 60:,.1f} min",
         "tokens a day": f"{run_cost.tokens_per_day / 1e9:,.2f} B",
         "time": f"{run_cost.days:,.1f} days, {run_cost.gpu_hours:,.0f} GPU hours"}
     if run_cost.cost is not None:

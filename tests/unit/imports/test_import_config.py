@@ -275,6 +275,15 @@ def test_the_exponential_decay_of_megatron_is_named():
     assert [row.key for row in imported("megatron", line).lost] == ["lr-wsd-decay-style"]
 
 
+@pytest.mark.parametrize(("tool", "text", "key", "absent"), [
+    ("megatron", "--fp8-format e5m2", "fp8-format", "precision"),
+    ("torchtitan", "[lr_scheduler]\ndecay_type = 'exponential'", "lr_scheduler.decay_type", "decay_form")])
+def test_a_value_without_a_counterpart_sets_nothing(tool, text, key, absent):
+    result = imported(tool, text)
+    assert [row.key for row in result.lost] == [key]
+    assert absent not in {**result.settings, **result.settings["schedule"]}
+
+
 def test_accelerate_with_copies_and_tensor_parallelism(tmp_path):
     settings = loaded(imported("accelerate", published.ACCELERATE_HSDP), tmp_path)
     layout = settings.parallel
