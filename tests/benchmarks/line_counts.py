@@ -1,9 +1,10 @@
-"""Lines of code of adapters and preferences, here and in the libraries with the same features.
+"""Lines of code of features, here and in the libraries that have them too.
 
     python -m tests.benchmarks.line_counts
 
-A line counts if it has a token other than a comment or a docstring. Files of peft and TRL are those of the installed
-versions; a file that also holds methods that Tidewheel lacks counts in full.
+A line counts if it has a token other than a comment or a docstring. Files of the libraries are those of the installed
+versions; a file that also holds methods that Tidewheel lacks counts in full. Of DeepSpeed and torchft the sources are
+enough, unpacked into a folder on PYTHONPATH; without them their tables are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,23 +42,65 @@ OURS: dict[str, dict[str, tuple[str, ...]]] = {
         "judges": ("inference/judges.py", "inference/judging.py", "commands/judge.py"),
         "pairs as data": ("data/tokenize/preferences.py", "shards/preferences.py", "shards/pairs.py"),
     },
+    "methods": {
+        "compressed gradients": (
+            "train/compression.py", "train/compressions/**/*.py", "plan/compressed.py",
+            *(f"train/parallel/{name}.py" for name in ("coded", "compressing", "wire"))),
+        "DiLoCo, local SGD": ("outer/*.py", "train/outer*.py"),
+        "pipelines that never empty, as parts": ("train/stage_s*.py",),
+        "communication that is not hidden": (
+            "train/metrics/hidden.py", "train/metrics/waits.py", "train/parallel/traffic.py"),
+        "offload to host and disk": (
+            *(f"train/memory/{name}.py" for name in (
+                "input_stores", "inputs_config", "kept_inputs", "scratch_file", "side_stream")),
+            *(f"train/optim/{name}.py" for name in ("disk_*", "overlapped*", "some_parameters")),
+            "train/optimizers/rules/host_*.py", "train/parallel/offloaded.py"),
+        "what a plan proposes and knows of GPUs": (
+            *(f"plan/{name}.py" for name in ("byte_models", "gpus", "offload", "proposals")),),
+        "optimizers": (*(f"train/optimizers/{name}.py" for name in ("adam", "ademamix", "sgd")),
+                       "train/optimizers/rules/ademamix.py", "train/optimizers/rules/sgd.py", "train/curvature.py"),
+        "longer runs, branches, rates, averages": (
+            *(f"train/{name}.py" for name in ("branching", "continuing", "rates", "average", "averages")),
+            "train/callbacks/ema.py", "train/callbacks/lawa.py", "report/lineage.py"),
+        "configurations of other tools": ("imports/*.py", "commands/import_config.py"),
+        "job files": ("launch/*.py", "commands/launch.py"),
+        "modules of the user's own": (
+            "models/own_module.py", "models/wrapped.py", "train/parallel/own_module.py"),
+        "shares by speed, equal attention": tuple(f"train/{name}.py" for name in (
+            "speed_shares", "pass_time", "equal_attention")),
+    },
 }
 """Files below platform/tidewheel, by feature."""
-THEIRS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
-    "adapters": ("peft", {
+THEIRS: dict[str, list[tuple[str, dict[str, tuple[str, ...]]]]] = {
+    "adapters": [("peft", {
         "LoRA, DoRA, PiSSA, IA3": (*(f"tuners/lora/{name}.py" for name in ("config", "layer", "model", "dora")),
                                    "tuners/ia3/[!b]*.py"),
         "prefix and prompt tuning": ("tuners/prefix_tuning/*.py", "tuners/prompt_tuning/*.py"),
         "LoRA and IA3 of a base in bits": ("tuners/lora/bnb.py", "tuners/ia3/bnb.py"),
         "attaching, merging, names": ("tuners/tuners_utils.py",),
         "models with adapters, files": ("peft_model.py", "config.py", "utils/save_and_load.py"),
-    }),
-    "preferences": ("trl", {
+    })],
+    "preferences": [("trl", {
         "DPO": ("trainer/dpo_*.py",), "KTO": ("trainer/kto_*.py",), "reward model": ("trainer/reward_*.py",),
         "ORPO, CPO, SimPO": ("experimental/orpo/*.py", "experimental/cpo/*.py"), "data": ("data_utils.py",),
-    }),
+    })],
+    "methods": [
+        ("torch", {"compressed gradients, local SGD, updates during the backward pass": (
+            "distributed/algorithms/ddp_comm_hooks/*.py", "distributed/algorithms/model_averaging/*.py")}),
+        ("torchft", {"DiLoCo, local SGD": ("local_sgd.py", "collectives.py", "quantization.py")}),
+        ("deepspeed", {
+            "1 bit, compressed collectives": ("runtime/fp16/onebit/*.py", "runtime/comm/*.py",
+                                              "runtime/compression/*.py"),
+            "state and parameters on disk, without the C++ part": ("runtime/swap_tensor/*.py",),
+            "updates on the CPU, without the C++ part": ("ops/adam/*.py",),
+            "overlapped updates": ("runtime/superoffload/*.py", "runtime/zenflow/*.py"),
+            "activations": ("runtime/activation_checkpointing/*.py",),
+            "schedules": ("runtime/lr_schedules.py",),
+            "optimizers": ("ops/lamb/*.py", "ops/lion/*.py", "ops/adagrad/*.py"),
+        }),
+    ],
 }
-"""Of each library: its name, and files by feature."""
+"""Of each group: libraries, with files by feature."""
 
 
 def code_lines(text: str) -> int:
@@ -98,14 +141,26 @@ def counted(package: str, patterns: tuple[str, ...]) -> int:
 
 
 def main() -> None:
-    """Print a row for each feature."""
+    """Print a table for each group and library."""
     for group, features in OURS.items():
-        package, others = THEIRS[group]
-        sides = {"tidewheel": ("tidewheel", features), f"{package} {version(package)}": (package, others)}
-        for side, (name, rows) in sides.items():
-            lines = {feature: counted(name, patterns) for feature, patterns in rows.items()}
-            table = [{group: feature, side: count} for feature, count in {**lines, "all": sum(lines.values())}.items()]
-            print_table(table)
+        _show(group, "tidewheel", "tidewheel", features)
+        for package, others in THEIRS[group]:
+            if find_spec(package) is None:
+                print(f"{package} is not installed: its table is left out")
+            else:
+                _show(group, f"{package} {_version(package)}", package, others)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # sources on PYTHONPATH
+        return ""
+
+
+def _show(group: str, title: str, package: str, features: dict[str, tuple[str, ...]]) -> None:
+    lines = {feature: counted(package, patterns) for feature, patterns in features.items()}
+    print_table([{group: feature, title: count} for feature, count in {**lines, "all": sum(lines.values())}.items()])
 
 
 if __name__ == "__main__":
