@@ -183,11 +183,16 @@ class ElasticTrainer(DataParallelTrainer):
         environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **train_environment()}
         actor: Any = ray.remote(ElasticController)
         actor = actor.options(num_cpus=0, scheduling_strategy=on_this_node, runtime_env={"env_vars": environment})
-        self._early = Workers(self._elastic, self._sizes, self._coordinator).start_early()
+        if not self._early:
+            self.start_early()
         self._controller = actor.remote(elastic=self._elastic, sizes=self._sizes, coordinator=self._coordinator,
                                         scaling=self._scaling, early=self._early, **controller_init_kwargs)
         ray.get(self._controller.run.remote())
         return ray.get(self._controller.get_result.remote())
+
+    def start_early(self, *, placed: bool = False) -> None:
+        """Start workers' processes before there is a controller; see `Workers.start_early`. `run` ends them."""
+        self._early = Workers(self._elastic, self._sizes, self._coordinator).start_early(placed=placed)
 
     def run(self) -> Any:
         """Train to the end; return the value of rank 0's training function.

@@ -49,6 +49,8 @@ START_SECONDS = 15.0
 CROWDED_SECONDS = 3.0
 """The same for processes on nodes whose resources others held when they were started, such as generators of rollouts.
 What a process that has just ended held may still seem to be held."""
+PLACED_SECONDS = 3.0
+"""Longest wait until Ray shows that new processes hold resources, which takes 0.1 to 1 s."""
 SETTLE_SECONDS = 10.0
 """Longest wait until Ray has noticed dead nodes: 1-2 s on a local cluster, longer with Ray's defaults."""
 IDLE_SECONDS = 0.5
@@ -223,11 +225,15 @@ class Workers:
             begun[node] += 1
             self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic(), crowded))
 
-    def start_early(self) -> list[tuple[Any, str]]:
+    def start_early(self, *, placed: bool = False) -> list[tuple[Any, str]]:
         """Start processes where there is room now, before there is a controller; return their actors and node ids.
 
         They import what training needs while the coordinator's and the controller's processes come up. The caller's
         process owns the actors: they end when nobody holds them any more.
+
+        Args:
+            placed: return when they hold what they need of their nodes, after PLACED_SECONDS at the latest. Others that
+                the caller starts next, such as generators of rollouts, then cannot take it.
         """
         usable = nodes.usable(self.elastic.placement.selector)
         size = layout.largest_fit(self.sizes, layout.slots([node.resources for node in usable], self.elastic.needs))
@@ -238,7 +244,19 @@ class Workers:
         self.start_on(node_ids)
         early = [(process.actor, process.node) for process in self.starting]
         self.starting = []
+        if placed:
+            self._await_room_taken(Counter(node_ids), free)
         return early
+
+    def _await_room_taken(self, started: Counter[str], before: Mapping[str, Mapping[str, float]]) -> None:
+        """Wait until Ray shows that as many slots as were started on each node have been taken since `before`."""
+        until = time.monotonic() + PLACED_SECONDS
+        while time.monotonic() < until:
+            now = nodes.free()
+            if all(self._slots(now.get(node, {})) <= self._slots(before[node]) - count
+                   for node, count in started.items()):
+                return
+            time.sleep(0.05)
 
     def adopt(self, early: list[tuple[Any, str]]) -> None:
         """Take over processes of `start_early` that another process has started."""

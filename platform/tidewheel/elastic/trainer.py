@@ -168,7 +168,7 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
     with temporary_folder("train") as bookkeeping:
         with _owning(run.store, take_over) as record, \
                 coordinating(config, sizes, record.epoch, called) as (name, coordinator), \
-                ending_frozen(coordinator), _reporting(coordinator, on_progress), _making_rollouts(run):
+                ending_frozen(coordinator), _reporting(coordinator, on_progress):
             for change in starts.record_start(run.store, config, record.epoch):
                 if change.is_reported:
                     coordinator.event.remote("setting_changed", _change_detail(change))
@@ -179,8 +179,11 @@ def _run_once(run: Run, worker: Callable[[dict[str, Any]], Any], on_progress: On
                          "code": [asdict(code) for code in config.code()]},
                 elastic=config.elastic, sizes=sizes, coordinator=coordinator, name=config.run.id,
                 storage_path=str(bookkeeping))
+            if config.rollouts is not None:
+                trainer.start_early(placed=True)  # before generators, which would take the room of these
             try:
-                return trainer.run()
+                with _making_rollouts(run):
+                    return trainer.run()
             except (RayActorError, TidewheelError) as error:
                 other = taken_away(coordinator, run.store, record.epoch)
                 if other is None and (isinstance(error, RayActorError) or is_gone(coordinator)):

@@ -212,6 +212,28 @@ def test_processes_that_the_driver_started_become_the_group(world: World):
     assert not world.ray.killed
 
 
+def test_early_processes_are_waited_for_until_they_hold_room(world: World, monkeypatch: pytest.MonkeyPatch):
+    """Generators of rollouts, which start next, would take the node of a process that Ray has not placed."""
+    world.add("a", "b", cpus=2)
+    began = world.ray.monotonic()
+
+    def free() -> dict[str, dict[str, float]]:
+        passed = world.ray.monotonic() - began
+        return {"a": {"CPU": 2.0 if passed < 0.2 else 0.0}, "b": {"CPU": 2.0 if passed < 0.4 else 1.0}}
+
+    monkeypatch.setattr(ray_workers.nodes, "free", free)
+    early = world.pool.start_early(placed=True)
+    assert Counter(node for _, node in early) == {"a": 2, "b": 1}
+    assert 0.4 <= world.ray.monotonic() - began < 1
+
+
+def test_early_processes_that_are_never_placed_are_not_waited_for_long(world: World):
+    world.add("a")
+    before = world.ray.monotonic()
+    world.pool.start_early(placed=True)  # Ray goes on to show the node as free
+    assert ray_workers.PLACED_SECONDS <= world.ray.monotonic() - before < ray_workers.PLACED_SECONDS + 1
+
+
 def test_processes_that_the_driver_started_on_an_avoided_node_end(world: World):
     world.add("a", "b")
     early = world.pool.start_early()
