@@ -24,6 +24,7 @@ from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.parallel import ParallelModel
+from tidewheel.train.precision import LossScale
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch, train_step
@@ -127,11 +128,13 @@ def train(case: Case) -> dict[str, Any]:
     parallel.init_weights(model, seed=3)
     optimizer = build_optimizer(model, config.optimizer)
     optimizer.started()
+    loss_scale = LossScale() if config.precision == "fp16" else None
     steps = []
     for step in range(STEPS):
         optimizer.set_learning_rate(3e-3 if isinstance(config.optimizer, optimizers.AdamW) else 1e-4)
         result = train_step(model, optimizer, micro_batches(model, config, step), Collectives(runtime), clip_norm=0.5,
-                            virtual_ranks=config.batch.virtual_ranks, precision=config.precision)
+                            virtual_ranks=config.batch.virtual_ranks, precision=config.precision,
+                            loss_scale=loss_scale)
         assert result.gradient_norm > 0.5, "clipping is active: a norm in other last bits would show"
         steps.append((result.loss.hex(), result.gradient_norm.hex(), result.tokens, result.targets))
     return {"steps": steps, "digest": digest(training_state(model, optimizer))}
