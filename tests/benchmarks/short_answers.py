@@ -46,7 +46,7 @@ from tidewheel.shards.references import Column
 from tidewheel.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-LENGTH, LONGEST_ANSWER, PROMPTS = 160, 128, 32
+LENGTH, LONGEST_ANSWER, PROMPTS = 160, 128, 64
 OPENING = 5
 """Words of a prompt."""
 SHORTER = 0.75
@@ -135,7 +135,7 @@ def tuned_settings(folder: Path, seed: int, steps: int, references: str) -> Trai
         f"data.uri={folder}/pairs/shards", f"data.validation={folder}/pairs/validation", f"data.reference={references}",
         f"data.seed={seed}", f"steps={steps}", "schedule.warmup_steps=4", f"evaluation.every_steps={steps}",
         "evaluation.sequences=0", "batch.global_sequences=8", "batch.micro_sequences=2", "batch.pad_to_multiple_of=16",
-        "optimizer.learning_rate=5e-4"))
+        "optimizer.learning_rate=1e-4"))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Settings that reproducible mode allows beside those of `test_ranks`: they too give the same bits on 1, 2 and 4 ranks."""
+"""Settings that reproducible mode allows beside those of `test_ranks` give the same bits on 1, 2 and 4 ranks too."""
 
 from __future__ import annotations
 
