@@ -27,6 +27,8 @@ from tidewheel.storage import Store
 FOLDER = "commits"
 GENERATIONS_PER_EPOCH = 1_000_000
 TAKE_OVER, COMMIT, RETIRE, RELEASE = "take_over", "commit", "retire", "release"
+DAMAGE_FIX = "delete the damaged record, which has the highest number; then the record before it counts"
+"""What a user can do about a damaged record of a run."""
 PAUSE_SECONDS = 0.05
 """Pauses between tries of a contested slot are random, up to this many seconds times the number of the try."""
 
@@ -216,26 +218,27 @@ class CommitLog:
         return head
 
     def _record(self, values: dict[str, Any]) -> Record:
-        with _damage_named(self._store):
+        with _damage_named(self._store, DAMAGE_FIX):
             return Record.of(values)
 
     def _run(self, steps: protocol.Protocol) -> Any:
         return run_protocol(self._store, steps)
 
 
-def run_protocol(store: Store, steps: protocol.Protocol) -> Any:
+def run_protocol(store: Store, steps: protocol.Protocol, *, damage_fix: str = DAMAGE_FIX) -> Any:
     """Execute the requests of a protocol and return its result.
 
     Args:
         store: the folder of the log.
         steps: the protocol.
+        damage_fix: what the user can do about a damaged record.
 
     Raises:
         StorageError: the store does not answer, a record is damaged, or other writers came first at every try.
     """
     answer: Any = None
     try:
-        with _damage_named(store):
+        with _damage_named(store, damage_fix):
             while True:
                 answer = _execute(store, steps.send(answer))
     except StopIteration as stop:
@@ -246,14 +249,12 @@ def run_protocol(store: Store, steps: protocol.Protocol) -> Any:
 
 
 @contextlib.contextmanager
-def _damage_named(store: Store) -> Iterator[None]:
-    """Say which log has a damaged record."""
+def _damage_named(store: Store, fix: str) -> Iterator[None]:
+    """Say which log has a damaged record, and what the user can do about it."""
     try:
         yield
     except ValueError as error:
-        raise StorageError(f"a record is damaged: {error}", where=store.uri,
-                           fix="delete the damaged record, which has the highest number; then the record "
-                           "before it counts") from None
+        raise StorageError(f"a record is damaged: {error}", where=store.uri, fix=fix) from None
 
 
 def _execute(store: Store, request: protocol.Request) -> Any:

@@ -93,12 +93,27 @@ def newest() -> Protocol:
         numbers = slot_numbers((yield List()))
         if not numbers:
             return -1, None
-        data = yield Get(slot_name(numbers[-1]))
-        if data is not None:  # otherwise it was deleted meanwhile, because newer slots exist
-            record = json.loads(data)
-            if not isinstance(record, dict):
-                raise ValueError(f"{slot_name(numbers[-1])} is no record")
+        record = yield from read(numbers[-1])
+        if record is not None:  # otherwise it was deleted meanwhile, because newer slots exist
             return numbers[-1], record
+
+
+def read(number: int) -> Protocol:
+    """Return the record of a slot; None if the slot is not written yet or was deleted.
+
+    Raises:
+        ValueError: the slot has something else.
+    """
+    data = yield Get(slot_name(number))
+    if data is None:
+        return None
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{slot_name(number)} is no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{slot_name(number)} is no record")
+    return record
 
 
 def append(number: int, record: dict[str, Any], writer: str, conditional: bool) -> Protocol:

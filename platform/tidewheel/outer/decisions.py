@@ -5,7 +5,6 @@ They use the slots of a run's commit log (`commit_protocol`), which hold on stor
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
@@ -16,6 +15,7 @@ from tidewheel.errors import StorageError
 from tidewheel.storage import Store
 
 Decision = dict[str, Any]
+DAMAGE_FIX = "restore it from a copy, or start anew with another outer.store: groups may have acted on it"
 
 
 class Decisions:
@@ -32,25 +32,13 @@ class Decisions:
 
     def newest(self) -> int:
         """Return the number of the newest decision, -1 before the first."""
-        number, _ = run_protocol(self._store, protocol.newest())
+        number, _ = self._run(protocol.newest())
         return int(number)
 
     def get(self, number: int) -> Decision | None:
-        """Return a decision, None if it is not made yet or no longer kept.
-
-        Raises:
-            StorageError: it is damaged.
-        """
-        try:
-            data = self._store.read(protocol.slot_name(number))
-        except FileNotFoundError:
-            return None
-        try:
-            decision = json.loads(data)
-        except ValueError as error:
-            raise StorageError(f"a record is damaged: {error}", where=self._store.at(protocol.slot_name(number)),
-                               fix="restore it from a copy, or start anew with another outer.store") from None
-        return dict(decision)
+        """Return a decision, None if it is not made yet or no longer kept."""
+        decision: Decision | None = self._run(protocol.read(number))
+        return decision
 
     def decide(self, number: int, proposed: Decision) -> Decision:
         """Make decision `number` unless it is made, and return the one that counts.
@@ -63,13 +51,14 @@ class Decisions:
             StorageError: the decision is no longer kept.
         """
         conditional = creates_are_conditional(self._store)
-        writer = uuid.uuid4().hex
-        if run_protocol(self._store, protocol.append(number, proposed, writer, conditional)):
-            if number % protocol.KEPT_SLOTS == 0:
-                run_protocol(self._store, protocol.tidy(number))
-            return {**proposed, "number": number, "writer": writer}
+        made = self._run(protocol.append(number, proposed, uuid.uuid4().hex, conditional))
+        if made and number % protocol.KEPT_SLOTS == 0:
+            self._run(protocol.tidy(number))
         decision = self.get(number)
         if decision is None:
             raise StorageError(f"decision {number} is no longer kept", where=self._store.uri,
                                fix="nothing: the newest outer state is taken when the run starts again")
         return decision
+
+    def _run(self, steps: protocol.Protocol) -> Any:
+        return run_protocol(self._store, steps, damage_fix=DAMAGE_FIX)

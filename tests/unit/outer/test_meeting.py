@@ -5,6 +5,7 @@ from threading import Thread
 
 import pytest
 
+from tidewheel.errors import StorageError
 from tidewheel.outer import decisions as module
 from tidewheel.outer.decisions import Decision, Decisions
 from tidewheel.outer.fragment import fragments_of
@@ -72,6 +73,15 @@ def test_a_group_that_has_finished_is_not_waited_for(tmp_path: Path):
     assert groups[0].missing(2, last) == []
     groups[1].announce(2)
     assert groups[0].missing(2, last) == [1], "its run was given more steps"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "7"])
+def test_a_damaged_decision_is_not_to_be_deleted(tmp_path: Path, content: str):
+    (tmp_path / "00000000.json").write_text(content)
+    decisions = Decisions(LocalStore(tmp_path))
+    for ask in (decisions.newest, lambda: decisions.get(0), lambda: decisions.decide(0, {})):
+        with pytest.raises(StorageError, match=r"(?s)00000000\.json is no .*fix: restore it from a copy"):
+            ask()
 
 
 def test_fragments_hold_every_weight_once():
