@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from tidewheel.daemon import start_daemon
-from tidewheel.time_limit import TimeLimit
+from tidewheel.time_limit import TimeLimit, result
 
 
 class Background:
@@ -18,27 +18,31 @@ class Background:
 
     def __init__(self, limit: TimeLimit) -> None:
         self._limit = limit
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._running: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread, after the piece before it."""
         self.join()
+        future: Future[None] = Future()
 
         def run() -> None:
             try:
                 with self._limit.applied():
                     work()
+                future.set_result(None)
             except BaseException as error:  # raised again by `join`
-                self._error = error
+                future.set_exception(error)
 
-        self._thread = start_daemon(run, "outer exchange")
+        self._running = future
+        start_daemon(run, "outer exchange")
 
     def join(self) -> None:
-        """Wait for the piece under way and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        """Wait for the piece under way, at most until the limit, and raise its error.
+
+        Raises:
+            StorageAwayError: the limit has passed, and the piece hangs in storage.
+        """
+        future = self._running
+        self._running = None
+        if future is not None:
+            result(future, self._limit)
