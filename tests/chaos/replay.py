@@ -44,20 +44,19 @@ class Recorded(OuterExchange):
     def restore(self, saved: list[dict[str, Any]]) -> None:
         raise AssertionError("a replay trains from the first step on")
 
-    def begin(self, step: int, settle: Callable[[], None]) -> None:
+    def begin(self, step: int) -> None:
         assert step == 0, "a replay trains from the first step on"
 
     def is_due(self, step: int) -> bool:
         return self._send == step or (bool(self._takes) and self._takes[0].step == step)
 
-    def meet(self, step: int, ask: Callable[[], int], settle: Callable[[], None]) -> int:
+    def meet(self, step: int, ask: Callable[[], int]) -> int:
         if self._send == step:
             self._send = None
             self._offer(step)
             return 0
         take = self._takes.pop(0)
         state = self._rounds.states[take.round]
-        settle()
         merge = self._config.merge if 0 <= take.sent < step else 0.0
         with torch.no_grad():
             for name, weight in self._named:

@@ -166,7 +166,7 @@ class Rounds:
                 return
 
     def _examine(self, number: int, members: list[int]) -> None:
-        name = step_name(number)
+        name = self.decisions[number].get("state", step_name(number))
         stored: Arrays | None = None
         if (self.folder / "checkpoints" / name / "manifest.json").exists():
             stored = {key: tensor.numpy() for key, tensor in _tensors(self._states, name).items()}

@@ -186,8 +186,8 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
     where = store.at(name)
     folding = Folding(without_absent(flat, manifest.tensors), manifest.tensors)
     flat = folding.tensors
-    misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
-    if not misfits and not peers.alone and sharing.scope != "off":
+    unfit = [line for lines in peers.all(misfits(manifest, flat, convert)) for line in lines]
+    if not unfit and not peers.alone and sharing.scope != "off":
         shared = read_shared(store, name, manifest, flat, peers, sharing)
         if shared is not None:
             if not shared:
@@ -196,8 +196,8 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
     problems = _problems(store, peers, name, manifest)
     if problems:
         return problems
-    if misfits:
-        raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
+    if unfit:
+        raise CheckpointError("; ".join(dict.fromkeys(unfit))[:500], where=where,
                               fix="give the model the shape it has in the checkpoint" if convert else
                               "continue with the model and precision the run was started with")
     outcome: Exception | None = None
@@ -214,7 +214,7 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
     return []
 
 
-def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], convert: bool) -> list[str]:
+def misfits(manifest: CheckpointManifest, flat: Mapping[str, torch.Tensor], convert: bool = False) -> list[str]:
     """Return a line for each tensor that the checkpoint lacks or has in another shape or, unless `convert`, dtype."""
     lines = []
     for name, tensor in flat.items():

@@ -35,6 +35,20 @@ def read_tensors(store: Store, name: str, manifest: CheckpointManifest, flat: Ma
         CheckpointError: a file is shorter than the manifest says.
         StorageError: the store fails.
     """
+    work = [(f"{name}/{manifest.files[file].key}", window)
+            for file, wanted in requests_of(manifest, flat).items() for window in windows(wanted, GAP_BYTES)]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint") as pool:
+        for _ in pool.map(lambda item: _fill(store, *item), work):
+            pass  # the first error is raised here
+
+
+def requests_of(manifest: CheckpointManifest, flat: Mapping[str, torch.Tensor]) -> dict[int, list[Request]]:
+    """Return what to read of each file, by its index in the manifest, to fill this rank's part of each tensor.
+
+    Args:
+        manifest: of the checkpoint, which has every tensor in its shape.
+        flat: tensors by path, see `staging.flatten`.
+    """
     requests: dict[int, list[Request]] = defaultdict(list)
     for path, tensor in flat.items():
         own, dtype = own_box(tensor), getattr(torch, manifest.tensors[path].dtype)
@@ -42,11 +56,7 @@ def read_tensors(store: Store, name: str, manifest: CheckpointManifest, flat: Ma
             request = Request.of(local(tensor), own, chunk.box, dtype, chunk.start)
             assert request is not None
             requests[chunk.file].append(request)
-    work = [(f"{name}/{manifest.files[file].key}", window)
-            for file, wanted in requests.items() for window in windows(wanted, GAP_BYTES)]
-    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint") as pool:
-        for _ in pool.map(lambda item: _fill(store, *item), work):
-            pass  # the first error is raised here
+    return requests
 
 
 def _fill(store: Store, key: str, window: list[Request]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -15,14 +15,24 @@ from tidewheel.checkpoint.staging import dtype_name
 from tidewheel.checkpoint.tensor_entry import RankFile, TensorEntry, own_parts
 from tidewheel.storage import Stamp, Store
 
-Persist = Callable[[Callable[[], Any]], Any]
+T = TypeVar("T")
+
+
+class Persist(Protocol):
+    """Runs a write or read within a time limit, or again while the store is unavailable."""
+
+    def __call__(self, request: Callable[[], T], /) -> T:
+        """Return what `request` returns."""
+        ...
 
 
 def write_checkpoint(store: Store, name: str, peers: Peers, agreement: Agreement, flat: Mapping[str, torch.Tensor],
                      staged: Mapping[str, torch.Tensor] | Exception, attempt: str, *, persist: Persist,
                      describe: Callable[[tuple[RankFile, ...], dict[str, TensorEntry]], CheckpointManifest],
-                     publish: Callable[[CheckpointManifest], None]) -> None:
+                     publish: Callable[[CheckpointManifest], T]) -> T:
     """Write this rank's file, and on rank 0 the manifest once all have written theirs. All ranks call this together.
+
+    Return what `publish` returns, on all ranks.
 
     Args:
         store: the run's `checkpoints` folder.
@@ -48,11 +58,11 @@ def write_checkpoint(store: Store, name: str, peers: Peers, agreement: Agreement
         own = error
     files = peers.to_first(own)
 
-    def commit() -> None:
+    def commit() -> T:
         manifest = describe(tuple(file for file in files if file is not None), dict(entries))
-        persist(lambda: publish(manifest))
+        return persist(lambda: publish(manifest))
 
-    peers.from_first(commit)
+    return peers.from_first(commit)
 
 
 def _write(store: Store, name: str, rank: int, entries: Mapping[str, TensorEntry],
@@ -68,7 +78,7 @@ def _write(store: Store, name: str, rank: int, entries: Mapping[str, TensorEntry
         (part_name(path, entries[path].shape, box.offsets, box.sizes), dtype_name(tensor), box.sizes)
         for (path, box), tensor in zip(parts.items(), tensors))
     key = f"rank_{rank:05d}-{attempt}.safetensors"
-    stamp: Stamp = persist(lambda: _stream(store, f"{name}/{key}", head, tensors))
+    stamp = persist(lambda: _stream(store, f"{name}/{key}", head, tensors))
     return RankFile(key, stamp.bytes, stamp.hash, rank, len(head))
 
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tidewheel.checkpoint.agreement import Agreement, own_box
+from tidewheel.checkpoint.agreement import Agreement
 from tidewheel.checkpoint.commit import attempt_name
-from tidewheel.checkpoint.filling import Request
+from tidewheel.checkpoint.loading import misfits
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, parse_manifest
 from tidewheel.checkpoint.peers import Peers, RankError
-from tidewheel.checkpoint.staging import dtype_name, local
+from tidewheel.checkpoint.reading import read_bytes, requests_of
+from tidewheel.checkpoint.staging import local
 from tidewheel.checkpoint.tensor_entry import RankFile, TensorEntry
-from tidewheel.checkpoint.writing import write_checkpoint
-from tidewheel.errors import CheckpointError
+from tidewheel.checkpoint.writing import Persist, write_checkpoint
+from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.storage import Store, content_hash
 
-T = TypeVar("T")
-Persist = Callable[[Callable[[], Any]], Any]
 Flat = Mapping[str, torch.Tensor]
 FIX = "restore it from a copy; or start the group again once another has committed a newer state, which it takes"
 
@@ -41,13 +39,15 @@ class Folder:
         self.store = store
         self._peers, self._persist = peers, persist
         self._agreement = Agreement()
+        self.written_bytes = 0
+        """Bytes that all ranks have written."""
         self.read_bytes = 0
         """Bytes that this rank has read."""
 
-    def write(self, name: str, number: int, flat: Flat, extra: dict[str, Any]) -> tuple[str, int]:
-        """Write tensors unless they are there, and return the hash and the bytes of what this call has committed.
+    def write(self, name: str, number: int, flat: Flat, extra: dict[str, Any]) -> str:
+        """Write tensors and return the hash of the manifest.
 
-        The hash is that of the manifest, "" if another writer came first.
+        Another group may write a set of the same name and content at the same time; the last manifest counts.
 
         Args:
             name: of the set, `checkpoint.manifest.step_name`.
@@ -55,34 +55,26 @@ class Folder:
             flat: plain tensors or DTensors by path.
             extra: JSON values that go with them.
         """
-        committed: list[tuple[str, int]] = []
-        peers, store = self._peers, self.store
-
         def describe(files: tuple[RankFile, ...], tensors: dict[str, TensorEntry]) -> CheckpointManifest:
-            return CheckpointManifest(number, peers.size, time.time(), files, tensors, extra)
+            return CheckpointManifest(number, self._peers.size, time.time(), files, tensors, extra)
 
-        def publish(manifest: CheckpointManifest) -> None:
-            data = manifest.to_json()
-            stored = data if store.create(f"{name}/{KEY}", data) else store.read(f"{name}/{KEY}")
-            if stored == data:  # a request that was repeated may find its own manifest
-                committed.append((content_hash(data), manifest.total_bytes + len(data)))
-                return
-            other = parse_manifest(stored, name, store.at(name))
-            for file in {file.key for file in manifest.files} - {file.key for file in other.files}:
-                store.delete(f"{name}/{file}")
+        def publish(manifest: CheckpointManifest) -> tuple[str, int]:
+            stamp = self.store.write(f"{name}/{KEY}", manifest.to_json())
+            return stamp.hash, manifest.total_bytes + stamp.bytes
 
-        staged = {path: local(tensor).detach().cpu() for path, tensor in flat.items()}
-        write_checkpoint(store, name, peers, self._agreement, flat, staged, attempt_name(None), persist=self._persist,
-                         describe=describe, publish=publish)
-        written: tuple[str, int] = peers.from_first(lambda: committed[-1] if committed else ("", 0))
-        return written
+        staged = {path: local(tensor).cpu() for path, tensor in flat.items()}
+        digest, written = write_checkpoint(
+            self.store, name, self._peers, self._agreement, flat, staged, attempt_name(None), persist=self._persist,
+            describe=describe, publish=publish)
+        self.written_bytes += written
+        return digest
 
     def exists(self, name: str) -> bool:
         """Return whether a set is committed; the same on all ranks."""
         return bool(self._peers.from_first(lambda: self._persist(lambda: self.store.exists(f"{name}/{KEY}"))))
 
-    def read(self, name: str, flat: Flat, expected: str = "") -> dict[str, Any]:
-        """Fill this rank's part of tensors in place and return what goes with them. Each file read is verified.
+    def read(self, name: str, flat: Flat, expected: str = "") -> None:
+        """Fill this rank's part of tensors in place. Each file read is verified.
 
         Args:
             name: of the set.
@@ -90,61 +82,67 @@ class Folder:
             expected: hash of the manifest; "": any.
 
         Raises:
-            CheckpointError: there is no such set, it is damaged, or it does not fit.
+            CheckpointError: there is no such set, or it is damaged.
+            ConfigError: it does not fit.
         """
-        key = f"{name}/{KEY}"
-        text = self._peers.from_first(lambda: self._persist(lambda: self.store.read(key)).decode())
         where = self.store.at(name)
-        if expected and content_hash(text.encode()) != expected:
-            raise CheckpointError("its manifest is not the one that the round was decided with", where=where,
-                                  fix=FIX)
-        manifest = parse_manifest(text.encode(), name, where)
         failed: Exception | None = None
         try:
-            self._fill(name, manifest, flat)
+            data = self._peers.from_first(lambda: self._persist(lambda: self.store.read(f"{name}/{KEY}")))
+            if expected and content_hash(data) != expected:
+                raise CheckpointError("its manifest is not the one that the round was decided with")
+            self._fill(name, parse_manifest(data, name, where), flat)
+        except FileNotFoundError as error:
+            failed = CheckpointError(f"a file is missing: {error}", where=where, fix=FIX)
+        except CheckpointError as error:
+            failed = CheckpointError(error.what, where=error.where or where, fix=FIX)
         except Exception as error:  # the other ranks wait for it
             failed = error
         try:
             self._peers.to_first(failed)
         except RankError as error:
             raise error.error from error
-        return manifest.extra
 
     def _fill(self, name: str, manifest: CheckpointManifest, flat: Flat) -> None:
-        requests: dict[int, list[Request]] = defaultdict(list)
-        for path, tensor in flat.items():
-            entry = manifest.tensors.get(path)
-            if entry is None or entry.shape != tuple(tensor.shape) or entry.dtype != dtype_name(tensor):
-                stored = "is missing" if entry is None else f"is {entry.dtype} {list(entry.shape)}"
-                raise CheckpointError(f"{path} {stored}, expected {dtype_name(tensor)} {list(tensor.shape)}",
-                                      where=self.store.at(name), fix="give all groups the same model and settings")
-            own = own_box(tensor)
-            for chunk in manifest.chunks(path, own):
-                request = Request.of(local(tensor), own, chunk.box, getattr(torch, entry.dtype), chunk.start)
-                assert request is not None
-                requests[chunk.file].append(request)
-        for index, wanted in requests.items():
+        if lines := misfits(manifest, flat):
+            raise ConfigError("; ".join(lines)[:500], where=self.store.at(name),
+                              fix="give all groups the same model and settings")
+        for index, requests in requests_of(manifest, flat).items():
             file = manifest.files[index]
-            data = self._persist(partial(self.store.read, f"{name}/{file.key}"))
-            self.read_bytes += len(data)
-            if len(data) != file.bytes or content_hash(data) != file.hash:
-                raise CheckpointError(f"{file.key} is damaged", where=self.store.at(name),
-                                      fix=FIX)
-            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            for request in wanted:
-                request.fill(content[request.start:request.end])
+            data = self._persist(partial(read_bytes, self.store, f"{name}/{file.key}", 0, file.bytes))
+            self.read_bytes += file.bytes
+            if content_hash(data.numpy().data) != file.hash:
+                raise CheckpointError(f"{file.key} is damaged")
+            for request in requests:
+                request.fill(data[request.start:request.end])
 
 
-def placed_like(tensor: torch.Tensor, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return this rank's part of a tensor that is sharded by rows as another one is.
+def placed_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded by rows as another one is, and shares memory with this rank's part of it.
 
     Args:
         tensor: the other one, plain or a DTensor.
-        part: this rank's part.
-        shape: of the whole tensor.
+        part: this rank's part, of any dtype and dimensions but for the rows.
     """
     if not isinstance(tensor, DTensor):
         return part
+    shape = torch.Size((*tensor.shape[:1], *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape),
-                              stride=stride)
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def check_model(weights: Flat, buffers: Sequence[str]) -> None:
+    """Raise ConfigError unless the outer step can be taken on the parts of weights that this rank has.
+
+    Args:
+        weights: by name.
+        buffers: names of what a checkpoint holds besides.
+    """
+    if buffers:
+        raise ConfigError(f"the model keeps {buffers[0]} besides its weights, which groups would not share",
+                          where="outer", fix="train a dense model, or a mixture of experts that balances by its loss")
+    for name, weight in weights.items():
+        placements = weight.placements if isinstance(weight, DTensor) else ()
+        if any(not isinstance(place, Replicate) and place != Shard(0) for place in placements):
+            raise ConfigError(f"{name} is placed as {placements}, but outer gradients are sharded by rows",
+                              where="outer", fix="choose parallel.data zero2")

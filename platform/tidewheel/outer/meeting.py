@@ -7,15 +7,21 @@ last round. So a group that died costs one wait, and one that comes back is wait
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from tidewheel.errors import ConfigError
 from tidewheel.outer.decisions import Decision, Decisions
 from tidewheel.storage import Store
+from tidewheel.train.outer_config import OuterConfig
 
 FOLDER = "meetings"
 PRESENT, OFFER, GONE = "present", "offer", "gone"
+OWN_SETTINGS = {"group", "store", "error_feedback", "patience_seconds"}
+"""Settings in which groups may differ."""
+SHARED_IDENTITY = ("model", "global_sequences", "ramp", "data_seed", "shards", "vocabulary_size")
 
 
 @dataclass
@@ -67,25 +73,23 @@ class Meetings:
             patient: whether to wait on for groups that are expected.
         """
         decided = self.decisions.get(round_)
-        if decided is not None:
+        if decided is not None or (patient and self.missing(round_, last)):
             return decided
-        marks = self._marks(round_)
-        if patient and not self._expected(marks, last) <= marks[OFFER]:
-            return None
         members = [{"group": group, **self.store.read_json(self._key(round_, OFFER, group))}
-                   for group in sorted(marks[OFFER])]
+                   for group in sorted(self._marks(round_)[OFFER])]
         return self.decisions.decide(round_, {"round": round_, "by": self.group, "members": members,
                                               "time": time.time()})
 
     def missing(self, round_: int, last: Decision | None) -> list[int]:
-        """Return the groups that are expected in a round and have made no offer."""
-        marks = self._marks(round_)
-        return sorted(self._expected(marks, last) - marks[OFFER])
+        """Return the groups that are expected in a round and have made no offer. In the first round all are expected.
 
-    def _expected(self, marks: dict[str, set[int]], last: Decision | None) -> set[int]:
-        """Return the expected groups; in the first round all of them are."""
-        before = members_of(last) if last is not None and last["members"] else set(range(self.groups))
-        return (before | marks[PRESENT]) - marks[GONE]
+        Args:
+            round_: the round.
+            last: see `look`.
+        """
+        marks = self._marks(round_)
+        before = members_of(last) or set(range(self.groups))
+        return sorted((before | marks[PRESENT]) - marks[GONE] - marks[OFFER])
 
     def _marks(self, round_: int) -> dict[str, set[int]]:
         marks: dict[str, set[int]] = {PRESENT: set(), OFFER: set(), GONE: set()}
@@ -99,12 +103,34 @@ class Meetings:
         return f"{FOLDER}/{round_:08d}/{self.group if group is None else group:04d}-{kind}.json"
 
 
-def members_of(decision: Decision) -> set[int]:
-    """Return the groups whose outer gradients a round averages."""
-    return {int(member["group"]) for member in decision["members"]}
+def members_of(decision: Decision | None) -> set[int]:
+    """Return the groups whose outer gradients a round averages; none if the round is not decided or not kept."""
+    return set() if decision is None else {int(member["group"]) for member in decision["members"]}
 
 
-def settings_differ(stored: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Return a line for each setting that the groups of a run must share and do not."""
-    return [f"{name} is {stored.get(name)} there, {value} here" for name, value in own.items()
-            if stored.get(name) != value]
+def agree(store: Store, config: OuterConfig, identity: dict[str, Any], run: str) -> None:
+    """Record what all groups share and which run this group is, or compare it with what is recorded.
+
+    Args:
+        store: where the groups meet.
+        config: settings of this group.
+        identity: `train.checks.identity` of its run.
+        run: URI of its run.
+
+    Raises:
+        ConfigError: another group came first with other settings, or another run is this group.
+    """
+    shared = config.model_dump(mode="json", exclude=OWN_SETTINGS) | {name: identity[name] for name in SHARED_IDENTITY}
+    shared = json.loads(json.dumps(shared))
+    recorded = Decisions(store.child("settings")).decide(0, shared)
+    different = [f"{name} is {recorded.get(name)} there, {value} here" for name, value in shared.items()
+                 if recorded.get(name) != value]
+    if different:
+        raise ConfigError(f"the groups that meet here have other settings: {'; '.join(different)}"[:500],
+                          where=store.at("settings"),
+                          fix="give all groups the same, or another outer.store for another run")
+    member = store.child("groups", f"{config.group:04d}")
+    other = Decisions(member).decide(0, {"run": run})["run"]
+    if other != run:
+        raise ConfigError(f"group {config.group} of the groups that meet here is the run {other}", where=member.uri,
+                          fix="give each run an outer.group of its own, continue that run, or give another outer.store")

@@ -63,9 +63,3 @@ def decode(tensors: dict[str, torch.Tensor], kind: str, width: int) -> torch.Ten
     block = BLOCK[kind]
     blocks = F.pad(values.float(), (0, -width % block)).unflatten(-1, (-1, block))
     return (blocks * tensors[SCALES].float()[..., None]).flatten(-2)[..., :width].contiguous()
-
-
-def shapes(shape: torch.Size, kind: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtype and the whole shape of each tensor of `encode`, for a gradient of this whole shape."""
-    empty = encode(torch.zeros((0, *shape[1:]) if len(shape) > 1 else (0,)), kind)
-    return {name: (tensor.dtype, (*shape[:1], *tensor.shape[1:])) for name, tensor in empty.items()}

@@ -181,7 +181,8 @@ class Loop:
                        redo=max(0, progress.recorded - progress.step),
                        **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
         if training.outer is not None:
-            training.outer.begin(progress.step, self._saving.settle)
+            runtime.checkpoints.settle()  # the memory tier may still copy what was loaded
+            training.outer.begin(progress.step)
             training.timeline.spent("restart")
             self._meet(progress.step)
         self._publish(progress.step)
@@ -287,7 +288,8 @@ class Loop:
 
         while outer is not None and outer.is_due(step):
             training.watch.mark(step, "outer")
-            asked = outer.meet(step, ask, saving.settle)
+            saving.settle()
+            asked = outer.meet(step, ask)
             training.timeline.spent("idle")
             if asked:
                 saving.keep_if_due(step, asked)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class OuterExchange(Protocol):
     """Meets the other groups of a run. All ranks of this group make the same calls, at step boundaries.
 
+    Before `begin` and `meet`, wait for the copies that a save makes of the weights, because both may change them.
+
     The outcome of a round is in storage before any weight changes, so a worker that repeats steps takes it again.
     """
 
@@ -23,24 +25,22 @@ class OuterExchange(Protocol):
         Until `begin`, `state` returns the same, because the state is copied to memory before.
         """
 
-    def begin(self, step: int, settle: Callable[[], None]) -> None:
+    def begin(self, step: int) -> None:
         """Begin to take part after a step whose weights are set; it may replace them.
 
         Args:
             step: the last step done.
-            settle: waits until the weights may change, because a save may still be copying them.
         """
 
     def is_due(self, step: int) -> bool:
         """Return whether `meet` must be called after this step, before any other task of the step boundary."""
 
-    def meet(self, step: int, ask: Callable[[], int], settle: Callable[[], None]) -> int:
+    def meet(self, step: int, ask: Callable[[], int]) -> int:
         """Take part in a round and change the weights to its outcome. Call it again while `is_due`.
 
         Args:
             step: the last step done.
             ask: returns the cluster's requests to rank 0, 0 for none.
-            settle: see `begin`.
 
         Returns:
             The requests that interrupted the wait for other groups, on all ranks; 0 if the outcome is taken.

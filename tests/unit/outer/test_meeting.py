@@ -5,12 +5,13 @@ from threading import Thread
 
 import pytest
 
-from tidewheel.errors import StorageError
+from tidewheel.errors import ConfigError, StorageError
 from tidewheel.outer import decisions as module
 from tidewheel.outer.decisions import Decision, Decisions
 from tidewheel.outer.fragment import fragments_of
-from tidewheel.outer.meeting import Meetings, members_of
+from tidewheel.outer.meeting import SHARED_IDENTITY, Meetings, agree, members_of
 from tidewheel.storage import LocalStore
+from tidewheel.train.outer_config import OuterConfig
 
 
 def meetings(folder: Path, group: int, groups: int = 3) -> Meetings:
@@ -73,6 +74,30 @@ def test_a_group_that_has_finished_is_not_waited_for(tmp_path: Path):
     assert groups[0].missing(2, last) == []
     groups[1].announce(2)
     assert groups[0].missing(2, last) == [1], "its run was given more steps"
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_groups_with_other_settings_that_start_at_once_do_not_both_go_on(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditional: bool):
+    """All of them find that nothing is recorded yet."""
+    monkeypatch.setattr(module, "creates_are_conditional", lambda store: conditional)
+    identity = dict.fromkeys(SHARED_IDENTITY, 1)
+    refused: list[str] = []
+
+    def start(group: int) -> None:
+        config = OuterConfig(groups=4, group=group, store=str(tmp_path), every=10 + group)
+        try:
+            agree(LocalStore(tmp_path), config, identity, f"run-{group}")
+        except ConfigError as error:
+            refused.append(error.what)
+
+    threads = [Thread(target=start, args=(group,)) for group in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 3
+    assert len({reason.partition(" there")[0] for reason in refused}) == 1, "they name the same settings"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "7"])
