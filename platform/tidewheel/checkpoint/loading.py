@@ -215,7 +215,13 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
 
 
 def misfits(manifest: CheckpointManifest, flat: Mapping[str, torch.Tensor], convert: bool = False) -> list[str]:
-    """Return a line for each tensor that the checkpoint lacks or has in another shape or, unless `convert`, dtype."""
+    """Return a line for each tensor that the checkpoint lacks or has in another shape or dtype.
+
+    Args:
+        manifest: of the checkpoint.
+        flat: tensors by path, see `staging.flatten`.
+        convert: whether another dtype fits.
+    """
     lines = []
     for name, tensor in flat.items():
         entry = manifest.tensors.get(name)

@@ -203,7 +203,8 @@ class Exchange(OuterExchange):
         """Wait for the decision of a round, and make it if this group can; return (requests, decision)."""
         last = fragment.decision(round_ - 1)
         reported = self._wait_began is not None
-        began = self._wait_began = self._wait_began or time.monotonic()
+        began = time.monotonic() if self._wait_began is None else self._wait_began
+        self._wait_began = began
 
         def look() -> Decision | None:
             patient = time.monotonic() - began < self._config.patience_seconds
