@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from tidewheel.daemon import start_daemon
@@ -109,6 +109,28 @@ def current() -> TimeLimit:
     return _current.get()
 
 
+def started(work: Callable[[], T], limit: TimeLimit, name: str) -> Future[T]:
+    """Run `work` in a thread of its own under `limit`, and return its future.
+
+    Args:
+        work: to run.
+        limit: of its calls to storage.
+        name: of the thread.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with limit.applied():
+                limit.check()
+                future.set_result(work())
+        except BaseException as error:  # raised again by `Future.result`
+            future.set_exception(error)
+
+    start_daemon(run, name)
+    return future
+
+
 def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
     """Return `work()`, run in a thread of its own under `limit`.
 
@@ -117,33 +139,16 @@ def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
     Raises:
         StorageAwayError: the limit has passed.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            with limit.applied():
-                limit.check()
-                results.append(work())
-        except BaseException as error:
-            errors.append(error)
-        done.set()
-
-    thread = start_daemon(run, "bounded")
-    with limit.watched(done.set):
-        done.wait(None if math.isinf(limit.left) else limit.left)
-    thread.join(GRACE_SECONDS)
-    if results:
-        return results[0]
-    if errors:
-        raise errors[0]
-    limit.check()
-    raise StorageAwayError("the storage does not answer", where="storage", fix="check the store")
+    return result(started(work, limit, "bounded"), limit, grace_seconds=GRACE_SECONDS)
 
 
-def result(future: Future[T], limit: TimeLimit) -> T:
+def result(future: Future[T], limit: TimeLimit, *, grace_seconds: float = 0.0) -> T:
     """Return the result of `future`, and wait for it until `limit` at most.
+
+    Args:
+        future: of work that may hang in storage.
+        limit: how long to wait.
+        grace_seconds: the work has this long to stop by itself after its limit.
 
     Raises:
         StorageAwayError: the limit passed without a result.
@@ -152,6 +157,8 @@ def result(future: Future[T], limit: TimeLimit) -> T:
     future.add_done_callback(lambda _: woken.set())
     with limit.watched(woken.set):
         woken.wait(None if math.isinf(limit.left) else limit.left)
+    wait([future], grace_seconds)
     if not future.done():
         limit.check()
+        raise StorageAwayError("the storage does not answer", where="storage", fix="check the store")
     return future.result()

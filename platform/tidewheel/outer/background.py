@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from tidewheel.daemon import start_daemon
-from tidewheel.time_limit import TimeLimit, result
+from tidewheel.time_limit import TimeLimit, result, started
 
 
 class Background:
@@ -23,24 +22,13 @@ class Background:
     def start(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread, after the piece before it."""
         self.join()
-        future: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                with self._limit.applied():
-                    work()
-                future.set_result(None)
-            except BaseException as error:  # raised again by `join`
-                future.set_exception(error)
-
-        self._running = future
-        start_daemon(run, "outer exchange")
+        self._running = started(work, self._limit, "outer exchange")
 
     def join(self) -> None:
         """Wait for the piece under way, at most until the limit, and raise its error.
 
         Raises:
-            StorageAwayError: the limit has passed, and the piece hangs in storage.
+            StorageAwayError: the limit has passed.
         """
         future = self._running
         self._running = None
