@@ -42,7 +42,7 @@ def relayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinato
     config = ElasticConfig(max_workers=4, relay_workers=4)
     coordinator = Coordinator(str(tmp_path), config, (1, 2, 3, 4), epoch=acquire(store(tmp_path)).epoch)
     agents = AgentsWithRelays()
-    coordinator._agents = AgentSupervisor(agents)
+    coordinator._agents.supervisor = AgentSupervisor(agents)
     coordinator.start("127.0.0.1")
     return coordinator, agents
 
