@@ -95,10 +95,22 @@ def newest() -> Protocol:
             return -1, None
         data = yield Get(slot_name(numbers[-1]))
         if data is not None:  # otherwise it was deleted meanwhile, because newer slots exist
-            record = json.loads(data)
-            if not isinstance(record, dict):
-                raise ValueError(f"{slot_name(numbers[-1])} is no record")
-            return numbers[-1], record
+            return numbers[-1], parsed(slot_name(numbers[-1]), data)
+
+
+def parsed(name: str, data: bytes) -> dict[str, Any]:
+    """Return the record in a slot.
+
+    Raises:
+        ValueError: there is none; the message names the slot.
+    """
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{name} is no record")
+    return record
 
 
 def append(number: int, record: dict[str, Any], writer: str, conditional: bool) -> Protocol:
@@ -230,7 +242,7 @@ def epoch_in(record: dict[str, Any]) -> int:
         ValueError: it has none.
     """
     epoch = record.get("epoch")
-    if not isinstance(epoch, int):
+    if not isinstance(epoch, int) or isinstance(epoch, bool):
         raise ValueError(f"its epoch is {epoch!r}, not a number")
     return epoch
 

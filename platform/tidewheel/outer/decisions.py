@@ -5,12 +5,14 @@ They use the slots of a run's commit log (`commit_protocol`), which hold on stor
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tidewheel import commit_protocol as protocol
 from tidewheel.commit_log import run_protocol
+from tidewheel.commit_record import checked
 from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import StorageError
 from tidewheel.storage import Store
@@ -25,10 +27,12 @@ class Decisions:
 
     Args:
         store: the folder.
+        fields: a dataclass that says which fields a decision has, and their types.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fields: type) -> None:
         self._store = store
+        self._fields: TypeAdapter[Any] = TypeAdapter(fields)
 
     def newest(self) -> int:
         """Return the number of the newest decision, -1 before the first."""
@@ -41,16 +45,18 @@ class Decisions:
         Raises:
             StorageError: it is damaged.
         """
+        name = protocol.slot_name(number)
         try:
-            data = self._store.read(protocol.slot_name(number))
+            data = self._store.read(name)
         except FileNotFoundError:
             return None
         try:
-            decision = json.loads(data)
+            decision = protocol.parsed(name, data)
+            checked(self._fields, decision)
         except ValueError as error:
-            raise StorageError(f"a record is damaged: {error}", where=self._store.at(protocol.slot_name(number)),
+            raise StorageError(f"a record is damaged: {error}", where=self._store.at(name),
                                fix="restore it from a copy, or start anew with another outer.store") from None
-        return dict(decision)
+        return decision
 
     def decide(self, number: int, proposed: Decision) -> Decision:
         """Make decision `number` unless it is made, and return the one that counts.

@@ -42,6 +42,19 @@ class Progress:
     """Step after which it was published, until the outcome of its round is taken; -1: it is not."""
 
 
+@dataclass(frozen=True)
+class Take:
+    """The fields of the record of an outer state that a group has taken."""
+
+    step: int
+    """After which the group took it."""
+    round: int
+    joins: bool
+    """Whether the group came in between two rounds."""
+    sent: int
+    """See `Progress`."""
+
+
 @dataclass
 class Fragment:
     """One fragment; all ranks of the group make the same calls.
@@ -77,7 +90,7 @@ class Fragment:
 
     def __post_init__(self) -> None:
         self.meetings = Meetings(self.store, self.config.group, self.config.groups)
-        self.takes = Decisions(self.store.child("takes", f"group_{self.config.group:04d}"))
+        self.takes = Decisions(self.store.child("takes", f"group_{self.config.group:04d}"), Take)
         self.offers = Folder(self.store.child(OFFERS), self.peers, self.persist)
         self.states = Folder(self.store.child(CHECKPOINTS), self.peers, self.persist)
         self.weights = [local(weight) for _, weight in self.named]

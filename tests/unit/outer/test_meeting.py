@@ -5,10 +5,11 @@ from threading import Thread
 
 import pytest
 
+from tidewheel.errors import StorageError
 from tidewheel.outer import decisions as module
 from tidewheel.outer.decisions import Decision, Decisions
 from tidewheel.outer.fragment import fragments_of
-from tidewheel.outer.meeting import Meetings, members_of
+from tidewheel.outer.meeting import Meetings, Round, members_of
 from tidewheel.storage import LocalStore
 
 
@@ -22,7 +23,7 @@ def test_writers_at_once_get_one_decision(tmp_path: Path, monkeypatch: pytest.Mo
     answers: list[Decision] = []
 
     def propose(writer: int) -> None:
-        answers.append(Decisions(LocalStore(tmp_path)).decide(0, {"by": writer}))
+        answers.append(Decisions(LocalStore(tmp_path), Round).decide(0, {"round": 0, "by": writer, "members": []}))
 
     threads = [Thread(target=propose, args=(writer,)) for writer in range(4)]
     for thread in threads:
@@ -31,9 +32,25 @@ def test_writers_at_once_get_one_decision(tmp_path: Path, monkeypatch: pytest.Mo
         thread.join()
     assert len(answers) == 4
     assert len({answer["by"] for answer in answers}) == 1
-    assert Decisions(LocalStore(tmp_path)).get(0) == answers[0]
-    assert Decisions(LocalStore(tmp_path)).newest() == 0
-    assert Decisions(LocalStore(tmp_path)).get(1) is None
+    assert Decisions(LocalStore(tmp_path), Round).get(0) == answers[0]
+    assert Decisions(LocalStore(tmp_path), Round).newest() == 0
+    assert Decisions(LocalStore(tmp_path), Round).get(1) is None
+
+
+@pytest.mark.parametrize(("content", "problem"), [
+    ("[]", "00000000.json is no record"), ("{", "00000000.json is not valid JSON"), ("{}", "no field 'round'"),
+    ('{"round": "0", "by": 1, "members": []}', "'round' is '0'"),
+    ('{"round": 0, "by": 1, "members": 3}', "'members' is 3"),
+    ('{"round": 0, "by": 1, "members": [{"group": "1", "offer": "a", "hash": "h"}]}', "'members.0.group' is '1'"),
+])
+def test_a_damaged_decision_is_named(tmp_path: Path, content: str, problem: str):
+    decisions = Decisions(LocalStore(tmp_path), Round)
+    decisions.decide(0, {"round": 0, "by": 1, "members": [{"group": 1, "offer": "a", "hash": "h"}]})
+    (tmp_path / "00000000.json").write_text(content)
+    with pytest.raises(StorageError, match=problem) as error:
+        decisions.get(0)
+    assert error.value.where.endswith("00000000.json")
+    assert "restore it from a copy" in error.value.fix
 
 
 def test_a_round_is_decided_when_all_that_are_expected_have_offered(tmp_path: Path):
