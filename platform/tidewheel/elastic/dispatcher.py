@@ -205,10 +205,13 @@ class Dispatcher:
         if message.kind == "slow_worker":
             detail = judged(detail, self._elastic.slow_worker, self.membership)
         self._record.worker_event(message.kind, detail, message.time)
+        worker = self.membership.workers.get(name)
+        if worker is None:
+            return
         if message.kind == "memory_tier_lost" and self.membership.phase is Phase.RUNNING:
-            worker = self.membership.workers.get(name)
-            if worker is not None:  # the next generation gets another agent
-                self._agents.lost(worker.node, for_good=False)
+            self._agents.lost(worker.node, for_good=False)  # the next generation gets another agent
+        elif message.kind == "relay_left":
+            self._agents.doubt_relay(worker.node)
 
     def left(self, names: Sequence[str], report: Left) -> None:
         """Act on equal reports of workers that have left their generation."""
@@ -234,6 +237,10 @@ class Dispatcher:
         self._lobby.leave(name)
         self._note_loss(name)
         self.membership.lost(name, "its process has ended, or is cut off", time.monotonic())
+
+    def relay_closed(self, node: str) -> None:
+        """Note that the relay of a node may have ended."""
+        self._agents.doubt_relay(node)
 
     def _note_loss(self, name: str) -> None:
         worker = self.membership.workers.get(name)

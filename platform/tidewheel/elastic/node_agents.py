@@ -43,7 +43,7 @@ class NodeAgents:
 
     # -- nodes -------------------------------------------------------------------------------------
     def want(self, nodes: Iterable[str]) -> None:
-        """Request an agent on each of these nodes: they have workers, or will have."""
+        """Request an agent on each of these nodes, which will have workers, and a relay where it may have ended."""
         if self.supervisor is not None:
             self.supervisor.want(nodes)
 
@@ -99,6 +99,11 @@ class NodeAgents:
     def relay(self, node: str) -> tuple[str, int] | None:
         """Return where the workers of a node connect to share a connection; None if they connect directly."""
         return self.supervisor.relay(node) if self.supervisor is not None else None
+
+    def doubt_relay(self, node: str) -> None:
+        """Note that a node's relay may have ended: workers that start there later need another one."""
+        if self.supervisor is not None:
+            self.supervisor.doubt_relay(node)
 
     def placements(self, generation: Generation,
                    workers: Mapping[str, Worker]) -> list[tuple[MemoryPlacement | None, dict[str, int]]]:
