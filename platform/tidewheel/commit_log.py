@@ -13,11 +13,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel import commit_protocol as protocol
 from tidewheel.commit_protocol import SlotsContested
+from tidewheel.commit_record import Record
 from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import OwnershipError, StorageAwayError, StorageError
 from tidewheel.lease import Holder
@@ -43,51 +44,6 @@ def epoch_of(generation: int) -> int:
     return generation // GENERATIONS_PER_EPOCH
 
 
-@dataclass(frozen=True)
-class Record:
-    """One record of the log. The newest one is the state of the run."""
-
-    number: int
-    """Number of the record's slot."""
-    epoch: int
-    """Number of earlier owners."""
-    kind: str
-    """The operation: take_over, commit, retire or release."""
-    owner: dict[str, Any]
-    """Driver that owns the run, as the fields of `lease.Holder`."""
-    since: float
-    """Unix seconds of the owner's take-over."""
-    time: float
-    """Unix seconds of this record."""
-    generation: int = -1
-    """Worker group of the newest commit; -1 before the first."""
-    checkpoints: tuple[str, ...] = ()
-    """Names of the committed checkpoints, in commit order."""
-    released: bool = False
-    """Whether the owner has ended and released the run."""
-    conditional: bool = True
-    """Whether slots are taken by conditional creates."""
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Record:
-        """Return the record with these JSON values, without fields that a later release added.
-
-        Raises:
-            ValueError: a field is missing, or the epoch is no number.
-        """
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        protocol.epoch_in(known)
-        try:
-            return cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
-        except TypeError as error:
-            raise ValueError(f"it is no record: {error}") from None
-
-    @property
-    def holder(self) -> Holder:
-        """The owner's process."""
-        return Holder(**self.owner)
-
-
 @dataclass
 class CommitLog:
     """Commit log in a run's `checkpoints` folder. Safe to use from several processes and threads.
@@ -108,7 +64,10 @@ class CommitLog:
     def head(self) -> Record | None:
         """Return the newest record; None if the run has never had an owner."""
         number, values = self._run(protocol.newest())
-        return None if values is None else self._record({**values, "number": number})
+        if values is None:
+            return None
+        with damage_named(self._store.at(protocol.slot_name(number)), DAMAGE_FIX):
+            return Record.of({**values, "number": number})
 
     def take_over(self, owner: Holder, expected: Record | None, committed: Iterable[str] = (), *,
                   first_epoch: int = 0) -> Record | None:
@@ -125,10 +84,10 @@ class CommitLog:
 
         def record(epoch: int, head: dict[str, Any] | None) -> dict[str, Any]:
             epoch = epoch if head is not None else first_epoch
-            names = list(committed) if head is None else head["checkpoints"]
-            generation = -1 if head is None else int(head["generation"])
-            return _values(Record(0, epoch, TAKE_OVER, vars(owner), now, now, generation, tuple(names),
-                                  conditional=conditional))
+            former = None if head is None else Record.of({"number": -1, **head})
+            names = tuple(committed) if former is None else former.checkpoints
+            generation = -1 if former is None else former.generation
+            return Record(0, epoch, TAKE_OVER, owner, now, now, generation, names, conditional=conditional).values()
 
         number = -1 if expected is None else expected.number
         values = self._run(protocol.take_over(number, record, uuid.uuid4().hex, conditional))
@@ -195,19 +154,28 @@ class CommitLog:
         self._store.write_json(_alive(epoch), {"beat": count, "time": time.time()})
 
     def last_beat(self, epoch: int) -> tuple[int, float]:
-        """Return (count, Unix seconds) of the newest heartbeat of `epoch`; (-1, 0.0) before the first."""
+        """Return (count, Unix seconds) of the newest heartbeat of `epoch`; (-1, 0.0) before the first.
+
+        Raises:
+            StorageError: it is damaged.
+        """
+        name = _alive(epoch)
         try:
-            values = self._store.read_json(_alive(epoch))
+            values = self._store.read_json(name)
         except FileNotFoundError:
             return -1, 0.0
-        return int(values["beat"]), float(values["time"])
+        try:
+            return int(values["beat"]), float(values["time"])
+        except (TypeError, KeyError, ValueError):
+            raise StorageError(f"the owner's heartbeat is damaged: {str(values)[:60]}", where=self._store.at(name),
+                               fix="delete it: an owner that is alive writes it again within seconds") from None
 
     def _change(self, epoch: int, change: Callable[[Record], Record | None]) -> Record:
         conditional = creates_are_conditional(self._store)
 
         def apply(values: dict[str, Any]) -> dict[str, Any] | None:
             record = change(Record.of({"number": -1, **values}))
-            return None if record is None else _values(record)
+            return None if record is None else record.values()
 
         kept, values = self._run(protocol.commit(epoch, apply, uuid.uuid4().hex, conditional))
         if not kept:
@@ -218,7 +186,7 @@ class CommitLog:
         return head
 
     def _record(self, values: dict[str, Any]) -> Record:
-        with _damage_named(self._store, DAMAGE_FIX):
+        with damage_named(self._store.uri, DAMAGE_FIX):
             return Record.of(values)
 
     def _run(self, steps: protocol.Protocol) -> Any:
@@ -238,7 +206,7 @@ def run_protocol(store: Store, steps: protocol.Protocol, *, damage_fix: str = DA
     """
     answer: Any = None
     try:
-        with _damage_named(store, damage_fix):
+        with damage_named(store.uri, damage_fix):
             while True:
                 answer = _execute(store, steps.send(answer))
     except StopIteration as stop:
@@ -249,12 +217,12 @@ def run_protocol(store: Store, steps: protocol.Protocol, *, damage_fix: str = DA
 
 
 @contextlib.contextmanager
-def _damage_named(store: Store, fix: str) -> Iterator[None]:
-    """Say which log has a damaged record, and what the user can do about it."""
+def damage_named(where: str, fix: str) -> Iterator[None]:
+    """Say where a damaged record is, in a log or in an object of it, and what the user can do about it."""
     try:
         yield
     except ValueError as error:
-        raise StorageError(f"a record is damaged: {error}", where=store.uri, fix=fix) from None
+        raise StorageError(f"a record is damaged: {error}", where=where, fix=fix) from None
 
 
 def _execute(store: Store, request: protocol.Request) -> Any:
@@ -287,17 +255,13 @@ def taken_over(where: str, head: Record | None) -> OwnershipError:
         return OwnershipError("the run's commit log is gone", where=where,
                               fix="the folder was deleted during the run; start the run again")
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(head.since))
-    return OwnershipError(f"the run was taken over by {head.holder} at {since} (epoch {head.epoch})", where=where,
+    return OwnershipError(f"the run was taken over by {head.owner} at {since} (epoch {head.epoch})", where=where,
                           fix="everything that this driver writes is ignored; check the other driver, or start this "
                           "one again after the other has ended")
 
 
 def _next(head: Record, kind: str, **changed: Any) -> Record:
     return Record(**{**vars(head), "kind": kind, "time": time.time(), **changed})
-
-
-def _values(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in asdict(record).items() if name != "number"}
 
 
 def _alive(epoch: int) -> str:

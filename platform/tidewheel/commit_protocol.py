@@ -110,7 +110,7 @@ def read(number: int) -> Protocol:
     try:
         record = json.loads(data)
     except ValueError as error:
-        raise ValueError(f"{slot_name(number)} is no JSON: {error}") from None
+        raise ValueError(f"{slot_name(number)} is not valid JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError(f"{slot_name(number)} is no record")
     return record
@@ -245,7 +245,7 @@ def epoch_in(record: dict[str, Any]) -> int:
         ValueError: it has none.
     """
     epoch = record.get("epoch")
-    if not isinstance(epoch, int):
+    if not isinstance(epoch, int) or isinstance(epoch, bool):
         raise ValueError(f"its epoch is {epoch!r}, not a number")
     return epoch
 

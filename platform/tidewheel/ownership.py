@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tidewheel.commit_log import CommitLog, Record, taken_over
+from tidewheel.commit_log import CommitLog, taken_over
+from tidewheel.commit_record import Record
 from tidewheel.errors import OwnershipError, StorageError
 from tidewheel.lease import Holder
 from tidewheel.storage import Store
@@ -80,16 +81,16 @@ def acquire(run: Store, *, committed: Callable[[], Iterable[str]] = tuple, force
 def _may_be_taken(log: CommitLog, head: Record, run: Store, times: Timing, say: Callable[[str], None] | None,
                   sleep: Callable[[float], Any], clock: Callable[[], float]) -> bool:
     """Return True if the owner in `head` has ended, False if the log has changed; raise if the owner is alive."""
-    if head.released or head.holder.is_gone():
+    if head.released or head.owner.is_gone():
         return True
     began = clock()
     seen = log.last_beat(head.epoch)
     if say is not None:
-        say(f"{run.uri} is owned by {head.holder} since {_utc(head.since)}; "
+        say(f"{run.uri} is owned by {head.owner} since {_utc(head.since)}; "
             f"waiting up to {times.lease:g} s to see whether it is alive")
     while clock() - began < times.lease:
         sleep(times.beat / CHECKS_PER_BEAT)
-        if head.holder.is_gone():
+        if head.owner.is_gone():
             return True
         newest = log.head()
         if newest is None or newest.number != head.number:
@@ -104,7 +105,7 @@ def _may_be_taken(log: CommitLog, head: Record, run: Store, times: Timing, say: 
 
 def _owned(run: Store, head: Record, alive: float) -> OwnershipError:
     return OwnershipError(
-        f"the run is being trained by {head.holder} since {_utc(head.since)} (epoch {head.epoch}; last sign of life "
+        f"the run is being trained by {head.owner} since {_utc(head.since)} (epoch {head.epoch}; last sign of life "
         f"{_utc(alive)})", where=run.uri,
         fix="wait for it or stop it, or choose another run.id; --take-over takes the run away from it: everything "
         "that the other driver writes is then ignored")

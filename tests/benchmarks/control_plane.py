@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,20 @@ class MeasuredCoordinator(Coordinator):
         owned = acquire(storage.store(run_uri))  # else the coordinator finds out that the run is not its own
         super().__init__(run_uri, elastic or ElasticConfig(min_workers=1, max_workers=workers),
                          sizes or tuple(range(1, workers + 1)), epoch=owned.epoch)
-        self._agents = AgentSupervisor(AgentAddresses())  # type: ignore[arg-type]
+        self._agents.supervisor = AgentSupervisor(AgentAddresses())  # type: ignore[arg-type]
         self.learnt: dict[str, float] = {}
         """When each worker was found to be lost, in monotonic seconds."""
+        dispatcher = self._dispatcher
+        dispatcher.closed = self._noting(dispatcher.closed)  # type: ignore[method-assign, assignment]
+        dispatcher.fence = self._noting(dispatcher.fence)  # type: ignore[method-assign, assignment]
 
-    def closed(self, name: str) -> None:
-        self.learnt.setdefault(name, time.monotonic())
-        super().closed(name)
+    def _noting(self, function: Callable[[str], None]) -> Callable[[str], None]:
+        """Return a function that notes the loss of a worker before it calls `function`."""
+        def noting(worker: str) -> None:
+            self.learnt.setdefault(worker, time.monotonic())
+            function(worker)
 
-    def fence(self, worker: str) -> None:
-        self.learnt.setdefault(worker, time.monotonic())
-        super().fence(worker)
+        return noting
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of the thread that serves the workers."""

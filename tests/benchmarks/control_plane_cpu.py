@@ -117,8 +117,8 @@ class Measurement:
             max_workers=workers, heartbeat_seconds=PATIENCE, leave_seconds=PATIENCE,
             node_checks=NodeChecksConfig(failures=0)))
         supervisor = Supervisor(self._coordinator.event)
-        sessions = Sessions(self._coordinator, supervisor, asyncio.get_running_loop())
-        self._coordinator._server = SocketlessServer(sessions)  # type: ignore[assignment]
+        sessions = Sessions(self._coordinator._dispatcher, supervisor, asyncio.get_running_loop())
+        self._coordinator._dispatcher.server = SocketlessServer(sessions)  # type: ignore[assignment]
         self._coordinator._up.set()
         self._lines = [Lines() for _ in range(workers // RANKS_A_NODE)]
         self._nodes = [NodeConnection(lines, sessions, supervisor) for lines in self._lines]  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ class Measurement:
         """Return the seconds of each stage."""
         names = {f"w{index:05d}": f"n{index // RANKS_A_NODE:05d}" for index in range(self._workers)}
         self._coordinator.expect(names, anew=True)
-        agents = self._coordinator._agents
+        agents = self._coordinator._agents.supervisor
         assert agents is not None
         while not all(agents.has(node) for node in names.values()):
             await asyncio.sleep(0.01)
@@ -136,7 +136,7 @@ class Measurement:
         assert sum(len(orders[-1]["ranks"]) for orders in sent) == self._workers, "not all have joined"
         beats = tuple((worker, sent[0][-1]["number"], 0, 0, 0.0, -1) for worker in range(RANKS_A_NODE))
         await self._stage("a beat of each", lambda: self._say_all(line(body_text(Beats(beats)), [])))
-        await self._stage("a second's ticks", lambda: [self._coordinator.tick() for _ in range(TICKS)])
+        await self._stage("a second's ticks", lambda: [self._coordinator._dispatcher.tick() for _ in range(TICKS)])
         self._nodes[0]._receive(line(body_text(StepDone(0, 1, 100, {})), [(0, None, 0)]))
         if self._profile is not None:
             self._profile.enable()

@@ -42,7 +42,8 @@ import psutil
 
 from tests.chaos.world import REPOSITORY, World, disturbed_run, prepare, settings
 from tidewheel import jsonlog
-from tidewheel.commit_log import CommitLog, Record, epoch_of
+from tidewheel.commit_log import CommitLog, epoch_of
+from tidewheel.commit_record import Record
 from tidewheel.console import print_table
 from tidewheel.train.audit import audit
 

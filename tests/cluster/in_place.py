@@ -58,7 +58,7 @@ def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault:
     slow_steps(settings, Path(settings.run.uri) / "hurry")
     if fault is not None:
         fault(node, Path(settings.run.uri) / "fault")
-    signal.signal(signal.SIGTERM, lambda *_: notice())  # on a cluster, `ray_workers` installs it
+    signal.signal(signal.SIGTERM, lambda *_: notice())  # on a cluster, `ray_process` installs it
     take_part(settings, endpoint, name=name, node=node)
 
 

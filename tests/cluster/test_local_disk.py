@@ -40,7 +40,7 @@ def test_every_process_is_killed_and_the_run_goes_on_from_the_disks(tmp_path: Pa
 
     def start(*names: str) -> tuple[Group, AgentProcesses]:
         group, agents = Group(settings, tmp_path, (2,), ask_patiently), AgentProcesses(disks)
-        group.coordinator._agents = AgentSupervisor(agents)  # type: ignore[arg-type]
+        group.coordinator._agents.supervisor = AgentSupervisor(agents)  # type: ignore[arg-type]
         for name, node in zip(names, ("m", "n"), strict=True):
             group.add(name, anew=node == "m", node=node)
         return group, agents

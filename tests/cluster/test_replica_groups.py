@@ -42,7 +42,7 @@ def test_a_replica_group_goes_on_when_the_other_loses_a_worker(tmp_path: Path,
     agents = AgentProcesses()
     settings = prepare(tmp_path, ONE_SAVE, *GROUPS, **PATIENT)
     group = Group(settings, tmp_path, (2, 4), ask_patiently)
-    group.coordinator._agents = AgentSupervisor(agents)  # type: ignore[arg-type]
+    group.coordinator._agents.supervisor = AgentSupervisor(agents)  # type: ignore[arg-type]
 
     def wait(condition: Callable[[], bool]) -> None:
         group.wait(condition, WAIT_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -138,6 +139,60 @@ def test_a_damaged_record_is_named(tmp_path, content):
         assert "delete the damaged record" in error.value.fix
     damaged.unlink()
     assert log.head().epoch == 0
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("epoch", True), ("kind", 3), ("owner", "me"), ("since", "noon"), ("time", None), ("generation", "7"),
+    ("generation", 1.5), ("checkpoints", "step_00000001"), ("checkpoints", [1]), ("released", "no"), ("conditional", 0),
+])
+def test_a_field_of_a_wrong_type_is_named_wherever_it_is_read(tmp_path, field, value):
+    log = CommitLog(LocalStore(tmp_path))
+    log.take_over(Holder.me(), None)
+    expected = log.head()
+    slot = tmp_path / commit_log.FOLDER / commit_protocol.slot_name(0)
+    slot.write_text(json.dumps({**json.loads(slot.read_text()), field: value}))
+    for call in (log.head, lambda: log.commit("step_00000001", 0), lambda: log.retire(["step_00000001"], 0),
+                 lambda: log.take_over(Holder.me(), expected)):
+        with pytest.raises(StorageError, match="a record is damaged") as error:
+            call()
+        assert field in error.value.what
+        assert str(tmp_path) in error.value.where
+        assert "delete the damaged record" in error.value.fix
+
+
+@pytest.mark.parametrize(("owner", "problem"), [
+    ({"pid": "7"}, "'owner.pid' is '7'"), ({"host": None}, "'owner.host' is None")])
+def test_a_wrong_field_of_the_owner_is_named(tmp_path, owner, problem):
+    log = CommitLog(LocalStore(tmp_path))
+    log.take_over(Holder.me(), None)
+    slot = tmp_path / commit_log.FOLDER / commit_protocol.slot_name(0)
+    values = json.loads(slot.read_text())
+    slot.write_text(json.dumps({**values, "owner": {**values["owner"], **owner}}))
+    with pytest.raises(StorageError, match=problem) as error:
+        log.head()
+    assert error.value.where.endswith("00000000.json")
+
+
+def test_fields_that_a_later_release_added_are_ignored(tmp_path):
+    log = CommitLog(LocalStore(tmp_path))
+    log.take_over(Holder.me(), None)
+    head = log.head()
+    slot = tmp_path / commit_log.FOLDER / commit_protocol.slot_name(0)
+    values = json.loads(slot.read_text())
+    slot.write_text(json.dumps({**values, "region": "north", "owner": {**values["owner"], "cluster": "c"}}))
+    assert log.head() == head
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '{"beat": 1}', '{"beat": [], "time": 1.0}', '{"beat": 1, "time": "x"}'])
+def test_a_damaged_heartbeat_is_named(tmp_path, content):
+    log = CommitLog(LocalStore(tmp_path))
+    log.beat(0, 3)
+    assert log.last_beat(0)[0] == 3
+    [alive] = (tmp_path / commit_log.FOLDER).glob("alive-*")
+    alive.write_text(content)
+    with pytest.raises(StorageError, match="the owner's heartbeat is damaged") as error:
+        log.last_beat(0)
+    assert error.value.where.endswith(alive.name)
 
 
 def test_a_probe_tells_whether_creates_are_conditional(checkpoints):

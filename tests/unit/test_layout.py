@@ -30,7 +30,7 @@ LEVELS = [
     ("disk_errors", "private_folders", "retry"), ("storage",),
     ("config", "conditional_create", "provenance"), ("parts",), ("stores",),
     ("jsonlog", "console", "placement", "autoscaler", "lease", "commit_protocol"),
-    ("commit_log", "stopping"), ("ownership",),
+    ("commit_record",), ("commit_log", "stopping"), ("ownership",),
     ("shards",),
     ("data", "models"),
     ("rewards",), ("environments", "engines"),

@@ -67,7 +67,7 @@ def publish(store: Store, name: str, manifest: CheckpointManifest, *, owned: boo
     if not owned:
         head = log.head()
         if head is not None:
-            raise OwnershipError(f"the run belongs to {head.holder}; a checkpoint written beside it would be ignored",
+            raise OwnershipError(f"the run belongs to {head.owner}; a checkpoint written beside it would be ignored",
                                  where=store.at(name), fix="write to a folder of its own")
         store.write(key, manifest.to_json())
         return

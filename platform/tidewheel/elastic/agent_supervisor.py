@@ -35,6 +35,8 @@ class AgentSupervisor:
         self._gone: set[str] = set()
         self._endpoint: Endpoint | None = None  # of the coordinator to which relays connect
         self._relays: dict[str, tuple[str, int]] = {}
+        self._doubtful_relays: set[str] = set()  # nodes whose relay may have ended
+        self._renewed_relays: set[str] = set()  # those of them whose agents are asked for a relay again
         self._table: AgentTable | None = None  # the newest of a placement, and its nodes
         self._nodes: tuple[str, ...] = ()
         self._domains: dict[str, str] = {}
@@ -45,9 +47,13 @@ class AgentSupervisor:
         self._thread.start()
 
     def want(self, nodes: Iterable[str]) -> None:
-        """Request an agent on each of these nodes: they have workers, or will have."""
+        """Request an agent on each of these nodes, which will have workers, and a relay where it may have ended."""
+        nodes = set(nodes)
         with self._lock:
-            self._requested |= set(nodes)
+            self._requested |= nodes
+            doubtful = self._doubtful_relays & nodes
+            self._doubtful_relays -= doubtful
+            self._renewed_relays |= doubtful
         self._changed.set()
 
     def relay_to(self, endpoint: Endpoint) -> None:
@@ -58,6 +64,11 @@ class AgentSupervisor:
     def relay(self, node: str) -> tuple[str, int] | None:
         """Return where the workers of this node connect; None if that is the coordinator itself."""
         return self._relays.get(node)
+
+    def doubt_relay(self, node: str) -> None:
+        """Note that a node's relay may have ended. Its agent is asked for one again when `want` names the node."""
+        with self._lock:
+            self._doubtful_relays.add(node)
 
     def located(self, domains: Mapping[str, str]) -> None:
         """Note the failure domain of each node whose labels name one."""
@@ -155,13 +166,15 @@ class AgentSupervisor:
             time.sleep(RETRY_SECONDS)  # some agents cannot start now
 
     def _relay(self, endpoint: Endpoint) -> None:
-        """Start a relay on each node that has an agent and no relay."""
-        missing = [node for node in self._addresses if node not in self._relays]
-        if not missing:
-            return
-        started = self._agents.relays(missing, endpoint, ANSWER_SECONDS)
+        """Start a relay on each node that has an agent and no relay, or one that may have ended."""
         with self._lock:
-            self._relays |= {node: address for node, address in started.items() if node in self._addresses}
+            renewed = set(self._renewed_relays)
+            missing = [node for node in self._addresses if node not in self._relays or node in renewed]
+        started = self._agents.relays(missing, endpoint, ANSWER_SECONDS) if missing else {}
+        with self._lock:
+            self._renewed_relays -= renewed
+            relays = {node: address for node, address in self._relays.items() if node not in renewed}
+            self._relays = {node: address for node, address in {**relays, **started}.items() if node in self._addresses}
 
 
 def _table(nodes: Sequence[str], addresses: Mapping[str, Address], domains: Mapping[str, str],

@@ -278,7 +278,7 @@ class NodeRelay(Listener):
         logger.warning("the workers of this node end: %s", reason)
         for writer in self._present:
             writer.write(encode(FromCoordinator(TakenOver(reason))))
-        self._loop.call_later(DISMISSED_SECONDS, self._loop.stop)
+        self._loop.call_later(DISMISSED_SECONDS, self._stopped.set)
 
     def _drop_all(self) -> None:
         workers, self._workers = self._workers, {}

@@ -1,7 +1,7 @@
 """The elastic trainer: Ray Train's trainer and controller, with our group of workers and our judgement of failures.
 
 Ray Train has no public way to keep a group of workers whose members come and go, or to choose what a failure means.
-`ElasticTrainer` gives its controller the group (`ray_workers`) and the failure policy. `ray_contract.CONTRACT` lists
+`ElasticTrainer` gives its controller the group (`ray_group`) and the failure policy. `ray_contract.CONTRACT` lists
 every private name used here; call `ray_contract.check_ray` before importing this module.
 """
 
@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tidewheel.autoscaler import can_grow
 from tidewheel.elastic.faults import MISTAKES
 from tidewheel.elastic.policy import Recovery
+from tidewheel.elastic.ray_group import WorkerGroups
 from tidewheel.elastic.ray_process import LostWorkerError, one_line, train_environment, unwrapped
 from tidewheel.elastic.ray_workers import Workers
 from tidewheel.errors import ClusterError, TidewheelError
@@ -47,7 +48,7 @@ class AutoscalerRequests(FixedScalingPolicy):
     """Ray Train's policy of a fixed number of workers, which asks the autoscaler only if there is one.
 
     Asking starts an actor that imports Ray Data, seconds of processor time. The number asked for is the largest; the
-    group begins with any legal number (`ray_workers.Workers.create`).
+    group begins with any legal number (`ray_group.WorkerGroups.create`).
 
     Args:
         scaling: what to ask the autoscaler for.
@@ -141,9 +142,10 @@ class ElasticController(TrainController):
 
     def __init__(self, *, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any, scaling: Any,
                  early: list[tuple[Any, str]], **ray_train: Any) -> None:
-        workers: Any = Workers(elastic, sizes, coordinator)
+        workers = Workers(elastic, sizes, coordinator)
         workers.early = early
-        self.worker_group_cls = workers  # the controller only calls `create` on it
+        groups: Any = WorkerGroups(workers)
+        self.worker_group_cls = groups  # the controller only calls `create` on it
         # Ray Train's callbacks serve Ray Data, placement groups and reports. The workers use none of them.
         own: dict[str, Any] = {"scaling_policy": AutoscalerRequests(scaling), "failure_policy": RunFailures(workers),
                                "callbacks": []}

@@ -134,8 +134,9 @@ class Server(Listener):
         grace = 0.0
         try:
             match greeting:
-                case NodeHello():
+                case NodeHello(node):
                     await NodeConnection(writer, self._sessions, self._supervisor).serve(reader)
+                    self._supervisor.call("relay", self._handler.relay_closed, node)
                 case Return():
                     async with asyncio.timeout(RETURN_SECONDS):
                         session = await self._resume(greeting, reader, writer, channel)

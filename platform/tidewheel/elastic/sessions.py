@@ -55,6 +55,9 @@ class Handler(Protocol):
     def closed(self, name: str) -> None:
         """Note that a worker's session has ended without a `Server.cut`."""
 
+    def relay_closed(self, node: str) -> None:
+        """Note that the connection of a node's relay is closed, after those of its workers were found broken."""
+
     def tick(self) -> None:
         """Act on the time; the server calls it every `tick_seconds`."""
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.autoscaler import START_SECONDS, can_grow
-from tidewheel.commit_log import Record, first_generation
+from tidewheel.commit_log import first_generation
+from tidewheel.commit_record import Record
 from tidewheel.elastic import layout
 from tidewheel.elastic.coordinator_actor import CALL_SECONDS, coordinating, taken_away
 from tidewheel.errors import ClusterError, ConfigError, OwnershipError, TidewheelError

@@ -8,8 +8,11 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tidewheel import commit_protocol as protocol
-from tidewheel.commit_log import run_protocol
+from tidewheel.commit_log import damage_named, run_protocol
+from tidewheel.commit_record import checked
 from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import StorageError
 from tidewheel.storage import Store
@@ -25,10 +28,12 @@ class Decisions:
 
     Args:
         store: the folder.
+        fields: a dataclass that says which fields a decision has, and their types; None: any.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fields: type | None = None) -> None:
         self._store = store
+        self._fields: TypeAdapter[Any] = TypeAdapter(fields or Decision)
 
     def newest(self) -> int:
         """Return the number of the newest decision, -1 before the first."""
@@ -38,6 +43,9 @@ class Decisions:
     def get(self, number: int) -> Decision | None:
         """Return a decision, None if it is not made yet or no longer kept."""
         decision: Decision | None = self._run(protocol.read(number))
+        if decision is not None:
+            with damage_named(self._store.at(protocol.slot_name(number)), DAMAGE_FIX):
+                checked(self._fields, decision)
         return decision
 
     def decide(self, number: int, proposed: Decision) -> Decision:

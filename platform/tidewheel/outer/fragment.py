@@ -47,6 +47,19 @@ class Progress:
     """Step after which it was published, until the outcome of its round is taken; -1: it is not."""
 
 
+@dataclass(frozen=True)
+class Take:
+    """The fields of the record of an outer state that a group has taken."""
+
+    step: int
+    """After which the group took it."""
+    round: int
+    joins: bool
+    """Whether the group came in between two rounds."""
+    sent: int
+    """See `Progress`."""
+
+
 class Fragment:
     """One fragment; all ranks of the group make the same calls.
 
@@ -64,7 +77,7 @@ class Fragment:
         self.store, self._named, self._config = store, named, config
         self._peers, self._persist, self._identity = peers, persist, identity
         self.meetings = Meetings(store, config.group, config.groups)
-        self.takes = Decisions(store.child("takes", f"group_{config.group:04d}"))
+        self.takes = Decisions(store.child("takes", f"group_{config.group:04d}"), Take)
         self._offers = Folder(store.child(OFFERS), peers, persist)
         self._states = Folder(store.child(CHECKPOINTS), peers, persist)
         base = {f"model/{name}": torch.zeros_like(weight) for name, weight in named}

@@ -24,6 +24,27 @@ OWN_SETTINGS = {"group", "store", "error_feedback", "patience_seconds"}
 SHARED_IDENTITY = ("model", "global_sequences", "ramp", "data_seed", "shards", "vocabulary_size")
 
 
+@dataclass(frozen=True)
+class Member:
+    """A group in the decision of a round, with its outer gradient."""
+
+    group: int
+    offer: str
+    """Name of the set of tensors."""
+    hash: str
+    """Of the set's manifest."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The fields of the decision of a round."""
+
+    round: int
+    by: int
+    """The group that made it."""
+    members: tuple[Member, ...]
+
+
 @dataclass
 class Meetings:
     """The rounds of one fragment, as rank 0 of a group sees them.
@@ -39,7 +60,7 @@ class Meetings:
     groups: int
 
     def __post_init__(self) -> None:
-        self.decisions = Decisions(self.store.child("decisions"))
+        self.decisions = Decisions(self.store.child("decisions"), Round)
 
     def announce(self, round_: int) -> None:
         """Say that this group will take part in a round, so that the others wait for it."""

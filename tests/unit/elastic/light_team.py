@@ -175,7 +175,7 @@ class Team:
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the details of the run's events of some kinds."""
-        self.coordinator._events.flush()
+        self.coordinator._record.flush()
         lines = jsonlog.read(store(str(self.folder)), "events.jsonl")
         return [line["detail"] for line in lines if line["kind"] in kinds]
 

@@ -84,7 +84,7 @@ def test_a_new_driver_continues_the_numbers_of_the_run(tmp_path, quiet):
 def test_workers_get_the_table_of_agents_once(tmp_path, quiet):
     """At 16,000 workers one table for each of them is most of what a coordinator sends after a death."""
     coordinator = coordinator_of(tmp_path, ElasticConfig(max_workers=3), (1, 2, 3))
-    coordinator._agents = AgentSupervisor(AgentAddresses())
+    coordinator._agents.supervisor = AgentSupervisor(AgentAddresses())
     coordinator.start("127.0.0.1")
     coordinator.expect({"a": "m", "b": "n", "c": "n"}, True)
     endpoint = coordinator.endpoint()
@@ -174,7 +174,7 @@ def test_a_worker_that_is_lost_while_it_waits_for_its_nodes_agent_gets_no_rank(t
     """Its machine is gone, and with it the agent that the worker waits for: nobody would answer as its rank."""
     monkeypatch.setattr("tidewheel.elastic.lobby.AGENT_SECONDS", 0.3)
     coordinator = coordinator_of(tmp_path)
-    coordinator._agents = AgentSupervisor(NoAgents())
+    coordinator._agents.supervisor = AgentSupervisor(NoAgents())
     coordinator.start("127.0.0.1")
     endpoint = coordinator.endpoint()
     closed = Event()
@@ -184,7 +184,7 @@ def test_a_worker_that_is_lost_while_it_waits_for_its_nodes_agent_gets_no_rank(t
     while not client.welcomed:
         assert time.monotonic() < until
         time.sleep(0.01)
-    coordinator._decide(lambda: coordinator._note_nodes(NodeChanges((), {"n": "host"}, {})))
+    coordinator._decide(lambda: coordinator._dispatcher.nodes_changed(NodeChanges((), {"n": "host"}, {})))
     assert closed.wait(60)
     time.sleep(1)
     assert coordinator.snapshot().generation == -1
@@ -210,15 +210,15 @@ def test_agents_of_nodes_whose_workers_are_all_cut_off_are_looked_for_again(tmp_
     """The node may be stopped, and its agent with it. A node that still has a worker keeps its agent."""
     lost = []
     coordinator = coordinator_of(tmp_path, ElasticConfig(max_workers=3), (1, 2, 3))
-    coordinator._agents = AgentSupervisor(AgentAddresses())
-    coordinator._agents.lost = lambda node, for_good: lost.append((node, for_good))
+    coordinator._agents.supervisor = AgentSupervisor(AgentAddresses())
+    coordinator._agents.supervisor.lost = lambda node, for_good: lost.append((node, for_good))
     coordinator.start("127.0.0.1")
     coordinator.expect({"a": "m", "b": "n", "c": "n"}, True)
     coordinator.dead(["b"], "its actor died")
-    coordinator._decide(coordinator.tick)
+    coordinator._decide(coordinator._dispatcher.tick)
     assert lost == []
     coordinator.dead(["a", "c"], "their actors died")
-    coordinator._decide(coordinator.tick)
+    coordinator._decide(coordinator._dispatcher.tick)
     assert sorted(lost) == [("m", False), ("n", False)]
     coordinator.end()
 
@@ -357,14 +357,14 @@ def test_a_state_that_is_told_while_a_generation_begins_does_not_undo_it(tmp_pat
             began.wait(0.3)  # the snapshot has been read: with a lock, no generation begins until it is written
         return replace(snapshot, **changes)
 
-    monkeypatch.setattr("tidewheel.elastic.coordinator.replace", late)
+    monkeypatch.setattr("tidewheel.elastic.run_record.replace", late)
     telling = threading.Thread(target=coordinator.say, args=("waiting for nodes",))
     telling.start()
     within.wait()
-    coordinator.form(Generation(7, ("a", "b"), 0.0))
+    coordinator._dispatcher.form(Generation(7, ("a", "b"), 0.0))
     began.set()
     telling.join()
-    coordinator._step(StepDone(7, 3, 10, {}))
+    coordinator._record.step(StepDone(7, 3, 10, {}))
     assert (coordinator.snapshot().generation, coordinator.snapshot().progress["step"]) == (7, 3)
     coordinator.end()
 

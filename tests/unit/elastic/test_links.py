@@ -162,8 +162,9 @@ def test_the_worker_of_a_node_with_slow_links_is_left_out(tmp_path: Path, monkey
     with agents(tmp_path, "127.0.0.2", "127.0.0.3", "127.0.0.4") as [a, b, c], network(c) as slow:
         slow.up.bytes_per_second = SLOW_BYTES_PER_SECOND
         coordinator = Coordinator(run.uri, ElasticConfig(max_workers=3), (1, 2, 3), epoch=acquire(run).epoch)
-        coordinator._agents = AgentSupervisor(RealAgents({"a": a, "b": b, "c": Address(*slow.address)}))
-        coordinator._links = LinkChecks(FACTOR, coordinator._agents.agents, coordinator.event, machine=str)
+        coordinator._agents.supervisor = AgentSupervisor(RealAgents({"a": a, "b": b, "c": Address(*slow.address)}))
+        coordinator._agents.links = LinkChecks(FACTOR, coordinator._agents.supervisor.agents, coordinator.event,
+                                               machine=str)
         coordinator.start("127.0.0.1")
         endpoint = coordinator.endpoint()
         coordinator.expect({"A": "a", "B": "b", "C": "c"}, True)
@@ -173,8 +174,8 @@ def test_the_worker_of_a_node_with_slow_links_is_left_out(tmp_path: Path, monkey
                           lambda name=name: ended.put(name)) for name in "ABC"]  # type: ignore[misc]
         assert [received[name].get(timeout=60).world_size for name in "AB"] == [2, 2]
         assert ended.get(timeout=60) == "C"
-        assert not coordinator._links.tested("c")  # once more for its next worker
-        while not coordinator._links.tested("c"):
+        assert not coordinator._agents.links.tested("c")  # once more for its next worker
+        while not coordinator._agents.links.tested("c"):
             time.sleep(0.05)
         for client in clients:
             client.close()

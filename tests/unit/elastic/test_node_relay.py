@@ -34,6 +34,7 @@ from tidewheel.elastic.messages import (
     MemoryPlacement,
     Raise,
     Stop,
+    TakenOver,
     WorkerEvent,
     WorkerMessage,
     encode,
@@ -300,6 +301,26 @@ def test_a_relay_ends_at_a_line_that_it_cannot_pass_on(caplog: pytest.LogCapture
             assert ended.wait(60)
     assert "connect to the coordinator directly: a line of" in caplog.text
     relay.stop()
+
+
+def test_a_relay_whose_workers_are_told_to_end_closes_their_connections_and_ends(
+        server: Server, handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    relay = NodeRelay("127.0.0.1", Endpoint(server.address, TOKEN), "n", lambda: None)
+    relay.start()
+    worker = Worker(server, relay, "a")
+    until(lambda: worker.client.welcomed)
+    with socket.create_connection(relay.address) as unauthenticated:
+        relay.dismiss("another driver owns the run")
+        unauthenticated.settimeout(60)
+        assert unauthenticated.recv(1) == b""
+    until(lambda: not relay.runs)
+    assert worker.received == [TakenOver("another driver owns the run")]
+    assert errors == []
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(relay.address)
+    worker.client.close()
 
 
 def test_a_peer_without_the_token_gets_no_session(server: Server, relay: NodeRelay, handler: Handler) -> None:

@@ -18,7 +18,7 @@ import ray
 
 from tests.source import parsed, parsed_text
 from tidewheel import autoscaler, elastic
-from tidewheel.elastic import ray_adapter, ray_contract, ray_process, ray_workers
+from tidewheel.elastic import ray_adapter, ray_contract, ray_group, ray_process, ray_workers
 from tidewheel.elastic.ray_contract import CONTRACT, KNOWN_RELEASES, PROVIDED, USED, Name, check_ray
 from tidewheel.errors import ClusterError
 
@@ -86,7 +86,7 @@ def test_every_listed_name_is_used():
 
 def test_every_override_and_every_inherited_call_is_listed():
     listed = {name.attribute for name in CONTRACT}
-    for module in (ray_adapter, ray_process, ray_workers):
+    for module in (ray_adapter, ray_group, ray_process, ray_workers):
         for own in vars(module).values():
             if not (inspect.isclass(own) and own.__module__ == module.__name__):
                 continue
@@ -100,7 +100,7 @@ def test_every_override_and_every_inherited_call_is_listed():
 
 def test_no_unlisted_private_attribute_of_rays_objects_is_used():
     listed = {name.attribute.rpartition(".")[2] for name in CONTRACT}
-    for module in (ray_adapter, ray_process, ray_workers):
+    for module in (ray_adapter, ray_group, ray_process, ray_workers):
         for node in ast.walk(parsed_text(inspect.getsource(module))):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 ours = isinstance(node.value, ast.Name) and node.value.id == "self"
@@ -115,8 +115,8 @@ def test_the_group_has_every_method_that_the_controller_calls():
     listed = {name.attribute.partition(".")[2] for name in PROVIDED if name.attribute.startswith("WorkerGroup.")}
     assert called - NEVER_CALLED == listed - {"create"}
     for method in listed - {"create"}:
-        assert callable(getattr(ray_workers.ElasticWorkerGroup, method))
-    assert callable(ray_workers.Workers.create)
+        assert callable(getattr(ray_group.ElasticWorkerGroup, method))
+    assert callable(ray_group.WorkerGroups.create)
     assert callable(ray_adapter.RunFailures.make_decision)
 
 
@@ -124,7 +124,7 @@ def test_settings_of_ray_train_in_the_environment_exist():
     """They are Ray Train's documented interface; Ray ignores an unknown variable without a warning."""
     constants = vars(importlib.import_module("ray.train.v2._internal.constants")).values()
     known = {value for value in constants if isinstance(value, str)}
-    assert {*ray_adapter.TRAIN_ENVIRONMENT, ray_workers.SILENT_SECONDS_VARIABLE} <= known
+    assert {*ray_adapter.TRAIN_ENVIRONMENT, ray_group.SILENT_SECONDS_VARIABLE} <= known
 
 
 def test_the_newest_known_release_is_the_one_that_the_package_installs():

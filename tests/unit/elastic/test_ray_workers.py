@@ -12,8 +12,9 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2._internal.execution.worker_group import WorkerStatus
 
-from tidewheel.elastic import ray_process, ray_workers
+from tidewheel.elastic import ray_group, ray_process, ray_workers
 from tidewheel.elastic.nodes import Node
+from tidewheel.elastic.ray_group import ElasticWorkerGroup, WorkerGroups
 from tidewheel.elastic.ray_process import (
     LostWorkerError,
     SilentWorkerError,
@@ -21,7 +22,7 @@ from tidewheel.elastic.ray_process import (
     actor_resources,
     train_environment,
 )
-from tidewheel.elastic.ray_workers import ElasticWorkerGroup, Workers
+from tidewheel.elastic.ray_workers import Workers
 from tidewheel.elastic.worker import RestartNeeded
 from tidewheel.errors import ClusterError, OwnershipError, ShardError
 from tidewheel.train.elastic_config import ElasticConfig
@@ -158,7 +159,7 @@ class World:
         self.nodes: list[Node] = []
         self.known_busy: set[str] = set()
         """Nodes of which Ray says that others hold what they have."""
-        for module in (ray_workers, ray_process):
+        for module in (ray_group, ray_workers, ray_process):
             patch.setattr(module, "ray", self.ray)
             patch.setattr(module, "time", self.ray)
         patch.setattr(ray_workers, "NodeAffinitySchedulingStrategy", lambda node, soft: SimpleNamespace(node_id=node))
@@ -175,7 +176,7 @@ class World:
         self.nodes += [Node(name, "127.0.0.1", 1, {"CPU": cpus}, **more) for name in names]
 
     def start(self) -> ElasticWorkerGroup:
-        return self.pool.create("run", SimpleNamespace(train_fn_ref="function"), [])
+        return WorkerGroups(self.pool).create("run", SimpleNamespace(train_fn_ref="function"), [])
 
     def names(self, group: ElasticWorkerGroup) -> list[str]:
         return [worker.node for worker in group.get_workers()]
@@ -205,7 +206,7 @@ def test_processes_that_the_driver_started_become_the_group(world: World):
     controller = Workers(world.pool.elastic, world.pool.sizes, world.coordinator)
     controller.early = early
     world.known_busy = set()
-    group = controller.create("run", SimpleNamespace(train_fn_ref="function"), [])
+    group = WorkerGroups(controller).create("run", SimpleNamespace(train_fn_ref="function"), [])
     assert Counter(worker.node for worker in group.get_workers()) == {"a": 2, "b": 1}
     assert len(world.ray.actors) == 3
     assert not controller.early
@@ -376,7 +377,7 @@ def test_a_worker_on_a_node_that_fails_often_is_not_replaced_while_it_lives(worl
     group.poll_status(0.1)
     assert [actor.node for actor in world.ray.actors] == ["a"]
     world.coordinator.replaced_nodes = {"a"}
-    world.ray.now += ray_workers.LOOK_SECONDS
+    world.ray.now += ray_group.LOOK_SECONDS
     group.poll_status(0.1)
     assert [actor.node for actor in world.ray.actors] == ["a", "b"]
 
@@ -433,7 +434,7 @@ def test_the_coordinator_decides_whether_the_run_goes_on_without_a_worker_that_f
 
 
 def test_a_silent_worker_is_polled_once_and_counts_as_lost_after_the_limit(world: World, monkeypatch):
-    monkeypatch.setenv(ray_workers.SILENT_SECONDS_VARIABLE, "30")
+    monkeypatch.setenv(ray_group.SILENT_SECONDS_VARIABLE, "30")
     world.add("a", "b")
     group = world.start()
     calls = []
@@ -452,7 +453,7 @@ def test_a_process_starts_on_a_node_that_joins_but_not_again_soon_after_one_that
     assert [actor.node for actor in world.ray.actors] == ["a", "b"]
     broken = world.ray.actors[1]
     broken.identity.value = RayActorError()
-    world.ray.now += ray_workers.LOOK_SECONDS
+    world.ray.now += ray_group.LOOK_SECONDS
     group.poll_status(0.1)
     assert world.ray.killed == [broken.name]
     world.ray.now += ray_workers.AGAIN_SECONDS - 1
@@ -507,7 +508,7 @@ def test_a_substitute_joins_beside_a_worker_whose_node_leaves(world: World):
     world.nodes = [Node(node.node_id, node.host, node.port, node.resources, draining=node.node_id == "a")
                    for node in world.nodes]
     for _ in range(3):
-        world.ray.now += ray_workers.LOOK_SECONDS
+        world.ray.now += ray_group.LOOK_SECONDS
         group.poll_status(0.1)
     assert world.names(group) == ["a", "b", "c"]
 

@@ -14,6 +14,7 @@ import pytest
 from tests.agent_addresses import AgentAddresses
 from tests.benchmarks.control_plane_cpu import measure
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
+from tidewheel.elastic.agents import CurrentRelay
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.coordinator import Coordinator
@@ -28,13 +29,18 @@ class AgentsWithRelays(AgentAddresses):
     """Agents that are addresses, with relays that are real."""
 
     def __init__(self) -> None:
-        self.running: dict[str, NodeRelay] = {}
+        self._current: dict[str, CurrentRelay] = {}
+        self.asked: list[str] = []
+        """Nodes of which a relay was asked for."""
 
     def relays(self, nodes: Iterable[str], endpoint: Endpoint, seconds: float) -> dict[str, tuple[str, int]]:
-        for node in nodes:
-            self.running[node] = NodeRelay("127.0.0.1", endpoint, node, lambda: None)
-            self.running[node].start()
-        return {node: self.running[node].address for node in nodes}
+        self.asked += nodes
+        return {node: self._current.setdefault(node, CurrentRelay("127.0.0.1", node)).to(endpoint) for node in nodes}
+
+    def relay_of(self, node: str) -> NodeRelay:
+        relay = self._current[node]._relay
+        assert relay is not None
+        return relay
 
 
 def relayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, AgentsWithRelays]:
@@ -42,7 +48,7 @@ def relayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinato
     config = ElasticConfig(max_workers=4, relay_workers=4)
     coordinator = Coordinator(str(tmp_path), config, (1, 2, 3, 4), epoch=acquire(store(tmp_path)).epoch)
     agents = AgentsWithRelays()
-    coordinator._agents = AgentSupervisor(agents)
+    coordinator._agents.supervisor = AgentSupervisor(agents)
     coordinator.start("127.0.0.1")
     return coordinator, agents
 
@@ -52,7 +58,7 @@ def test_a_death_and_the_loss_of_a_relay_in_a_run_with_relays(tmp_path: Path, mo
     nodes = {"a": "m", "b": "m", "c": "n", "d": "n"}
     coordinator.expect(nodes, True)
     endpoint = coordinator.endpoint()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not all(coordinator.relay(node) for node in "mn"):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -66,15 +72,30 @@ def test_a_death_and_the_loss_of_a_relay_in_a_run_with_relays(tmp_path: Path, mo
         clients[name].send(Left(0, ExitReason.FAILED, "RuntimeError: connection closed by peer"))
     again = {name: received[name].get(timeout=60) for name in "acd"}
     assert {(order.rank, order.world_size) for order in again.values()} == {(0, 3), (1, 3), (2, 3)}
-    agents.running["n"].stop()  # c and d return directly, and keep their ranks
+    ended = coordinator.relay("n")
+    agents.relay_of("n").stop()  # c and d return directly, and keep their ranks
     clients["a"].close()
     for name in "cd":
         assert received[name].get(timeout=60) == Abort(1)
         clients[name].send(Left(1, ExitReason.FAILED, "RuntimeError: connection closed by peer"))
     assert [received[name].get(timeout=60).world_size for name in "cd"] == [2, 2]
+    assert coordinator.relay("n") == ended
+    coordinator.expect({"e": "n"})  # asks the agent of its node for a relay again
+    while coordinator.relay("n") in (None, ended):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert sorted(agents.asked) == ["m", "n", "n"]
+    received["e"] = SimpleQueue()
+    clients["e"] = Client(endpoint.address, Hello("e", "n", endpoint.token), received["e"].put, print,
+                          relay=coordinator.relay("n"))
+    while not clients["e"].welcomed:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert agents.relay_of("n")._workers
     for client in clients.values():
         client.close()
-    agents.running["m"].stop()
+    for node in "mn":
+        agents.relay_of(node).stop()
     coordinator.end()
 
 

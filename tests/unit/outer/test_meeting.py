@@ -9,7 +9,7 @@ from tidewheel.errors import ConfigError, StorageError
 from tidewheel.outer import decisions as module
 from tidewheel.outer.decisions import Decision, Decisions
 from tidewheel.outer.fragment import fragments_of
-from tidewheel.outer.meeting import SHARED_IDENTITY, Meetings, agree, members_of
+from tidewheel.outer.meeting import SHARED_IDENTITY, Meetings, Round, agree, members_of
 from tidewheel.storage import LocalStore
 from tidewheel.train.outer_config import OuterConfig
 
@@ -36,6 +36,22 @@ def test_writers_at_once_get_one_decision(tmp_path: Path, monkeypatch: pytest.Mo
     assert Decisions(LocalStore(tmp_path)).get(0) == answers[0]
     assert Decisions(LocalStore(tmp_path)).newest() == 0
     assert Decisions(LocalStore(tmp_path)).get(1) is None
+
+
+@pytest.mark.parametrize(("content", "problem"), [
+    ("[]", "00000000.json is no record"), ("{", "00000000.json is not valid JSON"), ("{}", "no field 'round'"),
+    ('{"round": "0", "by": 1, "members": []}', "'round' is '0'"),
+    ('{"round": 0, "by": 1, "members": 3}', "'members' is 3"),
+    ('{"round": 0, "by": 1, "members": [{"group": "1", "offer": "a", "hash": "h"}]}', "'members.0.group' is '1'"),
+])
+def test_a_damaged_decision_is_named(tmp_path: Path, content: str, problem: str):
+    decisions = Decisions(LocalStore(tmp_path), Round)
+    decisions.decide(0, {"round": 0, "by": 1, "members": [{"group": 1, "offer": "a", "hash": "h"}]})
+    (tmp_path / "00000000.json").write_text(content)
+    with pytest.raises(StorageError, match=problem) as error:
+        decisions.get(0)
+    assert "00000000.json" in str(error.value)
+    assert "restore it from a copy" in error.value.fix
 
 
 def test_a_round_is_decided_when_all_that_are_expected_have_offered(tmp_path: Path):
@@ -105,7 +121,7 @@ def test_a_damaged_decision_is_not_to_be_deleted(tmp_path: Path, content: str):
     (tmp_path / "00000000.json").write_text(content)
     decisions = Decisions(LocalStore(tmp_path))
     for ask in (decisions.newest, lambda: decisions.get(0), lambda: decisions.decide(0, {})):
-        with pytest.raises(StorageError, match=r"(?s)00000000\.json is no .*fix: restore it from a copy"):
+        with pytest.raises(StorageError, match=r"(?s)00000000\.json is no.*fix: restore it from a copy"):
             ask()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from tidewheel.commit_log import Record
+from tidewheel.commit_record import Record
 from tidewheel.report.events import Event
 from tidewheel.report.page import seconds as duration
 
@@ -111,7 +111,7 @@ def _ended(events: Sequence[Event], owner: Owner | None, now: float) -> tuple[St
         if last is not None and last.kind == "stopped":
             return State.STOPPED, f"stopped on request at step {last.detail.get('step', last.step)}"
         return None
-    alive = not owner.record.released and not owner.record.holder.is_gone()
+    alive = not owner.record.released and not owner.record.owner.is_gone()
     if alive and now - max(owner.beat, owner.record.time) < LEASES * owner.lease:
         return None
     if last is not None and last.kind == "stopped":
@@ -121,7 +121,7 @@ def _ended(events: Sequence[Event], owner: Owner | None, now: float) -> tuple[St
         return State.FAILED, f"ended by an error: {first_line[:200]}"
     how = "has ended" if owner.record.released else f"has given no sign of life for {duration(now - owner.beat)}" if (
         owner.beat) else "has given no sign of life"
-    return State.DEAD, f"its driver, {owner.record.holder}, {how}"
+    return State.DEAD, f"its driver, {owner.record.owner}, {how}"
 
 
 def _problems(trained: Sequence[dict[str, Any]], committed: int, step: int) -> tuple[str, ...]:
