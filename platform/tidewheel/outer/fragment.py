@@ -210,7 +210,7 @@ class Fragment:
         proposed = {"round": 0, "by": self._config.group, "members": [], "state": name}
         decision = self.from_first(lambda: self.meetings.decisions.decide(0, proposed))
         self.loaded = 0
-        if decision["state"] != name:
+        if _state_name(0, decision) != name:
             self.loaded = -1  # to be read
             self.from_first(lambda: self._states.store.delete_tree(name))
 
@@ -282,7 +282,8 @@ class Fragment:
 
 def _state_name(round_: int, decision: Decision | None) -> str:
     """Return the name of the outer state of a round. In round 0 the groups have different ones, so one was decided."""
-    return step_name(round_) if round_ or decision is None else str(decision["state"])
+    decided = "" if round_ or decision is None else str(decision.get("state", ""))
+    return decided or step_name(round_)
 
 
 def fragments_of(names: Sequence[str], number: int) -> list[list[str]]:

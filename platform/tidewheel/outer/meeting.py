@@ -43,6 +43,8 @@ class Round:
     by: int
     """The group that made it."""
     members: tuple[Member, ...]
+    state: str = ""
+    """Name of the outer state of round 0, of which each group has one. Later names follow from the round."""
 
 
 @dataclass
