@@ -218,7 +218,11 @@ def run_protocol(store: Store, steps: protocol.Protocol, *, damage_fix: str = DA
 
 @contextlib.contextmanager
 def damage_named(where: str, fix: str) -> Iterator[None]:
-    """Say where a damaged record is, in a log or in an object of it, and what the user can do about it."""
+    """Say where a damaged record is, in a log or in an object of it, and what the user can do about it.
+
+    Raises:
+        StorageError: the block raised ValueError.
+    """
     try:
         yield
     except ValueError as error:
