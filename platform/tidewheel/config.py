@@ -27,7 +27,7 @@ C = TypeVar("C", bound="Config")
 class Config(pydantic.BaseModel):
     """Base of every configuration. It is immutable and rejects unknown keys."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     def canonical(self) -> dict[str, Any]:
         """Return all settings, defaults included, as JSON values."""
