@@ -119,11 +119,13 @@ def train(
 
         print_table(plan(settings), title="what would run")
         return 0
-    from tidewheel.post.running import prepare
     from tidewheel.train.run import Run
 
     run = Run.open(settings)
-    prepare(run)
+    if settings.rollouts is not None:
+        from tidewheel.post.running import prepare  # imports torch
+
+        prepare(run)
     run.check()  # before a cluster starts for it
     if settings.model.init_from:
         from tidewheel.checkpoint.verify import locate

@@ -20,7 +20,6 @@ from tidewheel.post.episodes import replies
 from tidewheel.post.ledger import StepEntry
 from tidewheel.post.passes import untrained
 from tidewheel.post.prompts import Prompts, prompts_of
-from tidewheel.post.stored import hashes_of
 from tidewheel.shards import growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.rollouts import NO_VERSION, RolloutShard, read_shard
@@ -154,6 +153,8 @@ def _hashes(entry: StepEntry, shard: RolloutShard, rollouts: RolloutsConfig) -> 
         yield "a group that was sampled anew was not admitted"
     if shard.batch.num_rows != size * len(entry.admitted):
         return  # `_groups` says so
+    from tidewheel.post.stored import hashes_of  # imports torch, which the audit of other runs does without
+
     for position, stated, found in zip(entry.admitted, entry.rollouts, hashes_of(shard, entry.versions, size)):
         if stated != found:
             yield f"the rollouts of the group at position {position} have another hash than the ledger says"
