@@ -32,12 +32,14 @@ def wait_for_imports() -> None:
 
 
 def _import_all() -> None:
-    for name in MODULES:
-        try:
+    gc.disable()  # modules stay: to look through them again and again would be a sixth of the time
+    try:
+        for name in MODULES:
             importlib.import_module(name)
-        except Exception as error:  # the training thread imports it again, and reports the error
-            logger.warning("%s cannot be imported: %s", name, error)
-            return
+    except Exception as error:  # the training thread imports it again, and reports the error
+        logger.warning("%s cannot be imported: %s", name, error)
+    finally:
+        gc.enable()
 
 
 def warm_up(config: Any, *, deeply: bool) -> None:
