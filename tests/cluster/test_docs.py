@@ -1,7 +1,7 @@
 """Run every command of the task pages in `docs/` as a reader types it, one shell per page, in a copy of the checkout.
 
-`tests/docs_pages.py` says how each kind of block is tested. All pages build on the first block of `docs/README.md`,
-which runs once.
+`tests/docs_pages.py` says how each kind of block is tested. All pages but the first build on the first block of
+`docs/README.md`, which runs once for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.docs_pages import DOCS, ROOT, TASKS, blocks, script
+from tests.docs_pages import DOCS, ROOT, TASKS, blocks, commands, script
 from tidewheel.cluster import background
 from tidewheel.cluster.local import LocalCluster
 from tidewheel.cluster.s3_server import S3Server
@@ -25,6 +25,7 @@ from tidewheel.cluster.s3_server import S3Server
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(7200)]
 CHECKOUT = ("platform", "jobs", "pipelines", "cluster", "k8s", "docs", "tests", "pyproject.toml", "constraints.txt",
             "Makefile", "README.md", ".gitignore")
+FIRST = "first_run"
 SILENT_SECONDS = 500
 """A page that prints nothing for so long hangs. A busy machine may take far longer for a whole page."""
 #: Pages that train several runs, start clusters of their own, run many pipelines or take a minute in another way. The
@@ -49,8 +50,8 @@ def bucket() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
-    """Return a copy of this checkout with the tests' environment, after the block that all pages build on.
+def checkout(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
+    """Return a copy of this checkout with the tests' environment.
 
     The compiled filters are copied too: `copy2` keeps the times that show them to be up to date.
     """
@@ -62,12 +63,20 @@ def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
     (folder / ".venv").mkdir()
     (folder / ".venv/bin").symlink_to(Path(sys.executable).parent)
     (folder / ".venv/.installed").touch()  # as `make` leaves it: newer than its prerequisites
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
+    """Return a copy of the checkout after the block that all pages but the first build on."""
+    folder = tmp_path_factory.mktemp("start") / "checkout"
+    shutil.copytree(checkout, folder, symlinks=True)
     run("\n".join(["set -eo pipefail", blocks(DOCS / "README.md")[0].text]), folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def cluster(start: Path) -> Iterator[dict[str, str]]:
+def cluster(bucket: str) -> Iterator[dict[str, str]]:
     """Return the environment of a running cluster."""
     with LocalCluster(nodes=0, head_cpus=2) as running:
         yield {"RAY_ADDRESS": running.address, **running.client_environment}
@@ -75,12 +84,17 @@ def cluster(start: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long) if page in LONG else page
                                   for page in TASKS])
-def test_every_command_of_the_page(start, tmp_path, page, request):
+def test_every_command_of_the_page(tmp_path, page, request):
     folder = tmp_path / "checkout"
-    shutil.copytree(start, folder, symlinks=True)
+    shutil.copytree(request.getfixturevalue("checkout" if page == FIRST else "start"), folder, symlinks=True)
     cluster = request.getfixturevalue("cluster") if page in ON_ONE_CLUSTER else {}
     output = run(script(DOCS / f"{page}.md"), folder, cluster)
     assert output.rstrip().endswith("--- end")
+
+
+def test_the_first_page_runs_what_the_other_pages_build_on():
+    first = [command for block in blocks(DOCS / f"{FIRST}.md") for command in commands(block.text)]
+    assert set(commands(blocks(DOCS / "README.md")[0].text)) <= set(first)
 
 
 @pytest.mark.parametrize("page", TASKS)
