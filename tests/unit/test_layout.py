@@ -81,6 +81,22 @@ tree_of = functools.cache(parsed)
 
 
 @functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return every node of a file's syntax tree."""
+    return tuple(ast.walk(tree_of(path)))
+
+
+def called(node: ast.Call) -> str:
+    """Return the dotted name of what is called, such as "np.random.rand"; "" for what has no such name."""
+    parts: list[str] = []
+    function = node.func
+    while isinstance(function, ast.Attribute):
+        parts.append(function.attr)
+        function = function.value
+    return ".".join([function.id, *reversed(parts)]) if isinstance(function, ast.Name) else ""
+
+
+@functools.cache
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -97,19 +113,18 @@ MODULES = frozenset(dotted(path) for path in modules()) - {""}
 def imports(path: Path) -> set[str]:
     """Return every module that a file imports, also inside functions, without those under TYPE_CHECKING."""
     names: set[str] = set()
-    tree = tree_of(path)
     typing_only = {
-        id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        id(inner) for node in nodes_of(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
             names |= {first.value for first in node.args[:1] if isinstance(first, ast.Constant)}
     return names
 
@@ -119,10 +134,9 @@ def imported_modules(path: Path) -> set[str]:
     """Return the modules of the package that a file uses: of `from a import b`, `a.b` if that is a module, else `a`."""
     known = MODULES
     modules_used: set[str] = set()
-    tree = tree_of(path)
     names = {name.removeprefix("tidewheel.") for name in imports(path) if name.startswith("tidewheel.")} & known
     from_package = {(node.module or "").removeprefix("tidewheel."): {alias.name for alias in node.names}
-                    for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+                    for node in nodes_of(path) if isinstance(node, ast.ImportFrom)}
     for name in names:
         names_taken = from_package.get(name)
         if names_taken is None or any(f"{name}.{item}" not in known for item in names_taken):
@@ -229,10 +243,10 @@ def test_ray_stays_at_the_edges(path):
 @every(modules())
 def test_the_shared_random_generators_are_left_alone(path):
     # a retry that draws from them would change what a user's transform draws after it
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert not re.fullmatch(r"((np|numpy)\.)?random\.(?!default_rng)[a-z]\w*", called), called
+            name = called(node)
+            assert not re.fullmatch(r"((np|numpy)\.)?random\.(?!default_rng)[a-z]\w*", name), name
 
 
 @every(modules())
@@ -250,10 +264,9 @@ ENGLISH = {"urls", "language", "words", "classifier"}
 
 def identifiers_and_strings(path: Path) -> set[str]:
     """Return the names, attributes, arguments and words in strings of a file, without docstrings."""
-    tree = tree_of(path)
-    plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    plain = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
     identifiers: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Name):
             identifiers.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -271,12 +284,18 @@ def identifiers_and_strings(path: Path) -> set[str]:
 
 def part_imports(path: Path) -> set[str]:
     """Return the built-in filters that a file imports, also under TYPE_CHECKING."""
-    tree = tree_of(path)
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    modules |= {f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    nodes = nodes_of(path)
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    modules |= {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
                 for alias in node.names}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return {name for name in FILTERS.built_in() if f"tidewheel.data.filters.{name}" in modules}
+
+
+@functools.cache
+def filter_classes() -> set[str]:
+    """Return the names of the classes of all built-in filters."""
+    return {FILTERS.find(name).__name__ for name in FILTERS.built_in()}
 
 
 @every(modules())
@@ -285,7 +304,7 @@ def test_no_second_list_of_filters(path):
     inside = str(path.relative_to(PACKAGE))
     if inside.startswith(FILTER_ROOM) or inside == FACADE:
         return
-    classes = {FILTERS.find(name).__name__ for name in FILTERS.built_in()}
+    classes = filter_classes()
     named = identifiers_and_strings(path) & {*set(FILTERS.built_in()) - ENGLISH, *classes}
     assert not named | part_imports(path), f"{inside} names built-in filters"
 
@@ -308,6 +327,7 @@ AMBIGUOUS = {"code", "json", "text"}
 """Formats whose names are words with other meanings too, except where files are recognised."""
 
 
+@functools.cache
 def reader_modules() -> set[str]:
     """Return the modules that hold the code of single readers: those that `data/formats` imports."""
     inside = [path for path in modules() if str(path.relative_to(PACKAGE)).startswith(READER_ROOM)]
@@ -316,7 +336,7 @@ def reader_modules() -> set[str]:
 
 
 def strings(path: Path) -> set[str]:
-    return {node.value for node in ast.walk(tree_of(path))
+    return {node.value for node in nodes_of(path)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
