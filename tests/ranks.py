@@ -5,7 +5,6 @@ A fork server imports torch and the training loop once and starts the ranks, whi
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import tempfile
 from collections.abc import Callable
@@ -14,12 +13,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-multiprocessing.set_forkserver_preload([
-    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor.debug", "torch.utils.flop_counter",
-    "pandas", "pytest", "tokenizers", "tidewheel.checkpoint.manager", "tidewheel.train.loop",
-    "tidewheel.train.optimizers.rules.host_adam",
-    "tidewheel.train.trackers.clients.event_files", "tests.benchmarks.equivalence"])
-"""What ranks import before and in their first steps. PyArrow imports pandas wherever it is installed."""
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> None:
@@ -32,7 +26,6 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
 def _rank(rank: int, world_size: int, rendezvous: str, function: Callable[..., Any], arguments: tuple) -> None:
     import torch
 
-    gc.freeze()  # what the fork server has imported stays
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     try:
