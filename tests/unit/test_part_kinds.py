@@ -42,7 +42,6 @@ ALLOWED = {
     ("model family", "shards/tokenizer/tiktoken_ranks.py", "gpt2"): "the tokenizer of that name",
     ("reward", "inference/tasks/metrics.py", "exact_match"): "lm-evaluation-harness's metric of that name",
     ("filter", "filters.py", ""): "the facade for editors, which a test compares with the folder",
-    ("objective", "imports/megatron_names.py", "grpo"): "the beginning of names of Megatron-LM's arguments",
     **{(noun, f"imports/{table}.py", ""): "a table from another tool's names to ours, which a test compares with ours"
        for noun, tables in {
            "optimizer": ("deepspeed", "megatron", "optimizer_names", "transformers"),
