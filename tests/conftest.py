@@ -51,6 +51,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FilesAndFolders(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+YOUNG_OBJECTS = 50_000
+"""New objects after which a collection begins, instead of Python's 700: of 62 CPU seconds of tests it saves 5."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect tests without garbage collection, and let later collections skip the modules and tests.
@@ -64,6 +68,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
