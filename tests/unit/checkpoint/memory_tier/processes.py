@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +79,15 @@ class AgentProcess(Killable):
         process = CONTEXT.Process(target=_agent, args=(theirs, RUN), daemon=True)
         process.start()
         return cls(process, Address(*ours.recv()))
+
+    def freeze(self) -> None:
+        """Stop it, and wait until all its threads stand still: the signal only asks for that."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        until = time.monotonic() + 60
+        while any(file.read_text().rpartition(")")[2].split()[0] != "T" for file in tasks.glob("*/stat")):
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 @dataclass

@@ -1,8 +1,6 @@
 """Workers and agents are killed at any instant: what is left is whole, and as new as was promised."""
 
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 
@@ -95,7 +93,7 @@ def test_training_goes_on_without_an_agent_that_freezes_before_it_gives_a_slot(m
     tier.prepare(state)
     tier.snapshot(1, state, {"step": 1})
     tier.flush()
-    os.kill(agent.process.pid, signal.SIGSTOP)
+    agent.freeze()
     tier.snapshot(2, state, {"step": 2})
     assert tier._lost
     tier.snapshot(3, state, {"step": 3})
