@@ -32,7 +32,9 @@ CROWDED_SECONDS = 3.0
 """The same for processes on nodes whose resources others held when they were started, such as generators of rollouts.
 What a process that has just ended held may still seem to be held."""
 PLACED_SECONDS = 3.0
-"""Longest wait until Ray shows that new processes hold resources, which takes 0.1 to 1 s."""
+"""Longest wait until Ray shows that new processes hold resources. Its figures may be a second old."""
+PLACED_PAUSE = 0.1
+"""Pause between two such looks, each of which reads the resources of all nodes."""
 SETTLE_SECONDS = 10.0
 """Longest wait until Ray has noticed dead nodes: 1-2 s on a local cluster, longer with Ray's defaults."""
 IDLE_SECONDS = 0.5
@@ -215,7 +217,7 @@ class Workers:
             if all(self._slots(now.get(node, {})) <= self._slots(before[node]) - count
                    for node, count in started.items()):
                 return
-            time.sleep(0.05)
+            time.sleep(PLACED_PAUSE)
 
     def adopt(self, early: list[tuple[Any, str]]) -> None:
         """Take over processes of `start_early` that another process has started."""

@@ -31,6 +31,7 @@ def read_table(tool: str, joint: Callable[[Source], dict[str, Any]],
         joint: our settings that follow from several of its keys, by dotted name.
         conversions: functions and mappings that `convert` names in this table.
     """
+    # `load_all` parses in C, in a tenth of the time
     values = yaml_text.load_all(Path(__file__).with_name(f"{tool}.yaml").read_text(encoding="utf-8"))[0]
     entries = tuple(_entry(row, {**_CONVERSIONS, **conversions}) for row in values["entries"])
     return Table(tool, values["title"], values["source"], entries, joint, tuple(values["formats"]),

@@ -86,13 +86,14 @@ def test_both_nodes_lost_is_lost(agents):
 
 
 def test_training_goes_on_without_an_agent_that_freezes_before_it_gives_a_slot(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client, "ALLOCATE_SECONDS", 0.3)
     agent = AgentProcess.start()
     tier = client.MemoryTier({0: agent.address}, agent.address, [], 0, 1, TOKEN)
     state = whole(1, 1)
     tier.prepare(state)
     tier.snapshot(1, state, {"step": 1})
     tier.flush()
+    assert tier.working
+    monkeypatch.setattr(client, "ALLOCATE_SECONDS", 0.3)
     agent.freeze()
     tier.snapshot(2, state, {"step": 2})
     assert tier._lost

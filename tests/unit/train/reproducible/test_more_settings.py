@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.ranks import on_ranks
-from tests.unit.train.reproducible.test_ranks import PAIRS, STEP, STREAM, Case, train
-from tidewheel.train.reproducible.kernels import deterministic_kernels
+from tests.unit.train.reproducible.test_ranks import PAIRS, STEP, STREAM, Case, train_all
 
 FP16, COMPILED, PLAIN = {"batch": PAIRS, "precision": "fp16"}, {"batch": PAIRS, "compile": True}, {"batch": PAIRS}
 CASES = [
@@ -22,19 +17,9 @@ CASES = [
     Case(4, "compiled", STREAM, COMPILED)]
 
 
-def train_all(ranks: int, folder: str) -> None:
-    with deterministic_kernels():
-        by_name = {case.name: train(case) for case in CASES if case.ranks == ranks}
-    if dist.get_rank() == 0:
-        Path(folder, f"{ranks}.json").write_text(json.dumps(by_name))
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("reproducible")
-    for ranks in (1, 2, 4):
-        on_ranks(ranks, train_all, ranks, str(folder))
-    return {name: result for file in folder.iterdir() for name, result in json.loads(file.read_text()).items()}
+    return train_all(CASES, tmp_path_factory.mktemp("reproducible"))
 
 
 @pytest.mark.long

@@ -140,19 +140,26 @@ def train(case: Case) -> dict[str, Any]:
     return {"steps": steps, "digest": digest(training_state(model, optimizer))}
 
 
-def train_all(ranks: int, folder: str) -> None:
+def train_each(cases: list[Case], file: str) -> None:
     with deterministic_kernels():
-        by_name = {case.name: train(case) for case in CASES if case.ranks == ranks}
-    if ranks == 1 or dist.get_rank() == 0:
-        Path(folder, f"{ranks}.json").write_text(json.dumps(by_name))
+        by_name = {case.name: train(case) for case in cases}
+    if dist.get_rank() == 0:
+        Path(file).write_text(json.dumps(by_name))
+
+
+def train_all(cases: list[Case], folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the result of each case by name. Each number of ranks is started once."""
+    results: dict[str, dict[str, Any]] = {}
+    for ranks in sorted({case.ranks for case in cases}):
+        file = folder / f"{ranks}.json"
+        on_ranks(ranks, train_each, [case for case in cases if case.ranks == ranks], str(file))
+        results |= json.loads(file.read_text())
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("reproducible")
-    for ranks in (1, 2, 3, 4):
-        on_ranks(ranks, train_all, ranks, str(folder))
-    return {name: result for file in folder.iterdir() for name, result in json.loads(file.read_text()).items()}
+    return train_all(CASES, tmp_path_factory.mktemp("reproducible"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.reproducible], ids=lambda case: case.name)
